@@ -1,0 +1,218 @@
+"""`python -m app generate`: continue a text with a trained language model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from jsonargparse import ArgumentError, ArgumentParser
+from omegaconf import OmegaConf
+
+from data.errors import DataError
+from data.tokenizers import StreamDecoder, Tokenizer, tokenizer_from_state
+
+from .errors import ConfigError
+from .models.sampling import generate
+from .tasks.language_modeling import LanguageModeling
+
+
+def main(argv: Sequence[str]) -> int:
+    """Streams a prompt and its continuation to standard output.
+
+    Returns:
+        0; 2 after a mistake of the user's, told in one line on standard error; 130 when stopped by
+        Ctrl-C (what was generated until then is kept).
+    """
+    options = _parser().parse_args(list(argv))
+    try:
+        task = load_task(options.ckpt_path)
+        result = _run(task, options)
+        if options.json:
+            _write_json(options.json, result)
+    except (ConfigError, DataError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 130 if result["stopped"] == "interrupted" else 0
+
+
+def load_task(path: str | Path) -> LanguageModeling:
+    """A language model with its tokenizer, from a checkpoint alone.
+
+    Args:
+        path: a checkpoint written by `python -m app fit`.
+
+    Returns:
+        The task in evaluation mode, on the CPU, with `tokenizer` and `block_size` set.
+
+    Raises:
+        ConfigError: no such file, no checkpoint of a language model, or a tokenizer that doesn't
+            belong to the model.
+        DataError: the tokenizer is damaged, or needs a library that is missing.
+    """
+    checkpoint = _read(Path(path))
+    config, state = checkpoint.get("config"), checkpoint.get("tokenizer")
+    if config is None or state is None:
+        missing = "configuration" if config is None else "tokenizer"
+        raise ConfigError(
+            f"ckpt_path: {path} carries no {missing}; give a checkpoint of a language model that "
+            "`python -m app fit` wrote"
+        )
+    task = _build(path, config)
+    try:
+        task.load_state_dict(checkpoint["state_dict"])
+    except (RuntimeError, KeyError) as error:
+        reason = str(error).strip().splitlines()[-1].strip()
+        raise ConfigError(
+            f"ckpt_path: the weights in {path} do not fit its model: {reason}"
+        ) from error
+    task.tokenizer, task.block_size = tokenizer_from_state(state), checkpoint.get("block_size")
+    if task.tokenizer.vocab_size > task.network.vocab_size:
+        raise ConfigError(
+            f"ckpt_path: the tokenizer in {path} has {task.tokenizer.vocab_size} tokens, its model "
+            f"only {task.network.vocab_size}; they do not belong together"
+        )
+    return task.eval()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ConfigError(f"ckpt_path: there is no checkpoint {path}")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # bytes that are no checkpoint make torch.load raise anything
+        raise ConfigError(f"ckpt_path: {path} is damaged or is no checkpoint") from error
+    if not isinstance(checkpoint, dict):
+        raise ConfigError(f"ckpt_path: {path} is no checkpoint of a training run")
+    return checkpoint
+
+
+def _build(path: str | Path, config: str) -> LanguageModeling:
+    """The untrained model that the configuration in a checkpoint describes."""
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(LanguageModeling, "model")
+    try:
+        model = OmegaConf.to_container(OmegaConf.create(config), resolve=True)["model"]
+        return parser.instantiate_classes(parser.parse_object({"model": model})).model
+    except (ArgumentError, KeyError, TypeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[-1].strip()
+        raise ConfigError(
+            f"ckpt_path: {path} holds no language model that can be built: {reason}"
+        ) from error
+
+
+def _run(task: LanguageModeling, options: argparse.Namespace) -> dict[str, Any]:
+    tokenizer, device = task.tokenizer, _device(options.device)
+    task.to(device)
+    # A text has to start somewhere: without a prompt, at the start of a line.
+    prompt = tokenizer.encode(options.prompt or "\n").tolist()
+    tokens = generate(
+        task.network,
+        prompt,
+        options.max_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+        stop=tokenizer.end_of_text,
+        vocab_size=tokenizer.vocab_size,
+        context=task.block_size,
+    )
+    start = time.perf_counter()
+    pieces, count, stopped = _stream(tokens, tokenizer, prompt, options)
+    seconds = time.perf_counter() - start
+    settings = ("max_tokens", "temperature", "top_k", "top_p", "seed")
+    return {
+        "ckpt_path": str(options.ckpt_path),
+        "prompt": options.prompt,
+        "text": "".join(pieces),
+        "tokens": count,
+        "stopped": stopped,
+        "seconds": round(seconds, 3),
+        "tokens_per_second": round(count / seconds, 1),
+        **{name: getattr(options, name) for name in settings},
+    }
+
+
+def _stream(
+    tokens: Iterator[int], tokenizer: Tokenizer, prompt: list[int], options: argparse.Namespace
+) -> tuple[list[str], int, str]:
+    """Prints the text while it is made; returns its pieces, the tokens, and why it stopped."""
+    decoder = StreamDecoder(tokenizer, prompt)
+    pieces: list[str] = []
+    count, stopped = 0, "interrupted"
+    try:
+        _show(options.prompt)
+        for token in tokens:
+            count += 1
+            pieces.append(decoder.feed(token))
+            _show(pieces[-1])
+        stopped = "max_tokens" if count == options.max_tokens else "end_of_text"
+        pieces.append(decoder.flush())
+        _show(pieces[-1] + "\n")
+    except KeyboardInterrupt:
+        print()
+    except BrokenPipeError:  # the reader (head, less) has seen enough
+        stopped = "closed"
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return pieces, count, stopped
+
+
+def _show(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError, ValueError) as error:
+        raise ConfigError(f"device: {name!r} is not available here; try auto or cpu") from error
+
+
+def _write_json(path: Path, result: dict[str, Any]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"json: cannot write {path} ({error})") from error
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m app generate",
+        description="Continue a text with a trained language model.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--ckpt_path", required=True, type=Path, help="checkpoint of a language model")
+    add("--prompt", default="", help="text to continue; without it, a new line")
+    add("--max_tokens", type=_number(int, 1), default=200, help="tokens to generate at most")
+    add("--temperature", type=_number(float, 0), default=0.8, help="0 takes the likeliest token")
+    add("--top_k", type=_number(int, 1), help="sample among so many likeliest tokens")
+    add("--top_p", type=_number(float, 0, 1), help="sample among tokens of so much probability")
+    add("--seed", type=_number(int, 0), default=0, help="of the sampling")
+    add("--device", default="auto", help="cpu, cuda, or auto for a GPU where there is one")
+    add("--json", type=Path, metavar="FILE", help="also write the text and figures to this file")
+    return parser
+
+
+def _number(kind: type, low: float, high: float = float("inf")) -> Any:
+    """An argparse type: a number from `low` to `high`."""
+
+    def parse(text: str) -> float:
+        value = kind(text)
+        if not low <= value <= high:
+            limit = f"at least {low}" if high == float("inf") else f"between {low} and {high}"
+            raise argparse.ArgumentTypeError(f"must be {limit}, got {text}")
+        return value
+
+    parse.__name__ = kind.__name__  # argparse names it where the text is no number
+    return parse

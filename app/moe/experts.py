@@ -1,0 +1,160 @@
+"""Stacked expert weights and the grouped computation (shape legend in routing.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .routing import Pairs
+
+Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+class Experts(nn.Module):
+    """E feed-forward networks of one shape, their weights stacked along the first axis.
+
+    Subclasses declare the stacked parameters and write one expert's equation in `expert`; how the
+    pairs of all experts are computed is decided here, by device.
+    """
+
+    down: nn.Parameter
+
+    def __init__(self, dim: int, hidden: int, slots: int, init_std: float) -> None:
+        super().__init__()
+        for name, value in (("dim", dim), ("hidden", hidden), ("slots", slots)):
+            if value < 1:
+                raise ValueError(f"experts need {name} >= 1, got {value}")
+        self.dim, self.hidden, self.slots, self.init_std = dim, hidden, slots, init_std
+        self.output_scale = 1.0
+
+    @staticmethod
+    def expert(linear: Linear, x: Tensor, *weights: Tensor) -> Tensor:
+        """One expert's equation, x (n, D) -> (n, D), for any implementation of `linear`."""
+        raise NotImplementedError
+
+    def forward(self, x_ND: Tensor, pairs: Pairs) -> Tensor:
+        """Every pair's expert output.
+
+        Args:
+            x_ND: expert inputs, contiguous by expert.
+            pairs: which rows belong to which slot.
+
+        Returns:
+            y_ND: row n is E_e(x_n). Slots without rows get zero gradients, never None.
+        """
+        stacked = tuple(self.parameters())
+        if x_ND.is_cuda and _grouped_dtype(x_ND) == torch.bfloat16:
+            return self.expert(GroupedLinear(pairs), x_ND, *stacked)
+        # One addmm per contiguous slice: on CPU faster than grouped_mm, and exact in any dtype.
+        sizes = pairs.count_E.tolist()
+        rows = zip(*(weight.unbind(0) for weight in stacked), strict=True)
+        outputs = [
+            self.expert(F.linear, x_nD, *row)
+            for x_nD, row in zip(x_ND.split(sizes), rows, strict=True)
+            if len(x_nD)
+        ]
+        if not outputs:  # an empty slice keeps the graph, so that gradients are zero and not None
+            outputs = [self.expert(F.linear, x_ND, *(weight[0] for weight in stacked))]
+        return torch.cat(outputs)
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Draws all weights: normal with `init_std`, biases 0."""
+        for parameter in self.parameters():
+            if parameter.ndim == 3:
+                parameter.normal_(std=self.init_std)
+            else:
+                parameter.zero_()
+
+    @torch.no_grad()
+    def scale_output(self, scale: float) -> None:
+        """Scales the output layers, and those of experts drawn later (residual initialisation)."""
+        self.down.mul_(scale)
+        self.output_scale *= scale
+
+    def fresh(self, generator: torch.Generator) -> dict[str, Tensor]:
+        """Weights of one expert drawn as at construction, by parameter name (on the CPU)."""
+        weights = {}
+        for name, parameter in self.named_parameters():
+            weights[name] = torch.zeros(parameter.shape[1:])
+            if parameter.ndim == 3:
+                weights[name].normal_(std=self.init_std, generator=generator)
+        weights["down"] *= self.output_scale
+        return weights
+
+    def flops_per_pair(self) -> int:
+        """Multiply-adds of one expert on one token, counted as 2 FLOPs each (forward)."""
+        return 2 * sum(p[0].numel() for p in self.parameters() if p.ndim == 3)
+
+
+class GeluExperts(Experts):
+    """Two layers with bias around a GELU: the MLP of a Vision Transformer.
+
+    E_e(x) = down_e gelu(up_e x + up_bias_e) + down_bias_e
+
+    Args:
+        dim: model width D.
+        hidden: hidden width F of each expert.
+        slots: number E of expert slots.
+        init_std: standard deviation of the normal initialisation; biases start at 0.
+    """
+
+    def __init__(self, dim: int, hidden: int, slots: int, init_std: float = 0.02) -> None:
+        super().__init__(dim, hidden, slots, init_std)
+        self.up = nn.Parameter(torch.empty(slots, hidden, dim))
+        self.up_bias = nn.Parameter(torch.empty(slots, hidden))
+        self.down = nn.Parameter(torch.empty(slots, dim, hidden))
+        self.down_bias = nn.Parameter(torch.empty(slots, dim))
+        self.reset()
+
+    @staticmethod
+    def expert(linear: Linear, x: Tensor, *weights: Tensor) -> Tensor:
+        up, up_bias, down, down_bias = weights
+        return linear(F.gelu(linear(x, up, up_bias)), down, down_bias)
+
+
+class SwiGLUExperts(Experts):
+    """Gated linear units without bias (Shazeer 2020, arXiv 2002.05202): the Llama feed-forward.
+
+    E_e(x) = down_e (silu(gate_e x) * up_e x)
+
+    Args:
+        dim: model width D.
+        hidden: hidden width F of each expert.
+        slots: number E of expert slots.
+        init_std: standard deviation of the normal initialisation.
+    """
+
+    def __init__(self, dim: int, hidden: int, slots: int, init_std: float = 0.02) -> None:
+        super().__init__(dim, hidden, slots, init_std)
+        self.gate = nn.Parameter(torch.empty(slots, hidden, dim))
+        self.up = nn.Parameter(torch.empty(slots, hidden, dim))
+        self.down = nn.Parameter(torch.empty(slots, dim, hidden))
+        self.reset()
+
+    @staticmethod
+    def expert(linear: Linear, x: Tensor, *weights: Tensor) -> Tensor:
+        gate, up, down = weights
+        return linear(F.silu(linear(x, gate, None)) * linear(x, up, None), down, None)
+
+
+class GroupedLinear:
+    """`F.linear` for rows grouped by expert: one grouped matrix product, no host sync."""
+
+    def __init__(self, pairs: Pairs) -> None:
+        self.expert_N = pairs.expert_N
+        self.ends_E = pairs.count_E.cumsum(0).to(torch.int32)
+
+    def __call__(self, x_NI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None) -> Tensor:
+        dtype = _grouped_dtype(x_NI)
+        y_NO = F.grouped_mm(x_NI.to(dtype), weight_EOI.to(dtype).transpose(1, 2), offs=self.ends_E)
+        return y_NO if bias_EO is None else y_NO + bias_EO.to(dtype)[self.expert_N]
+
+
+def _grouped_dtype(x: Tensor) -> torch.dtype:
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+

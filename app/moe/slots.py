@@ -1,0 +1,83 @@
+"""What it takes to end an expert and to begin another in its slot, optimizer state included."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .block import MoEBlock
+
+# State that estimates a squared gradient, of Adam, NAdam, RMSprop, AMSGrad and their kin: zero
+# there would make the next step far too long, so a new slot starts from the other experts' mean.
+SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg")
+
+
+def slot_parameters(block: MoEBlock) -> dict[str, nn.Parameter]:
+    """The parameters of a block whose first axis is the slot: experts, router rows, thresholds."""
+    owned = {f"experts.{name}": p for name, p in block.experts.named_parameters()}
+    for name, parameter in block.router.named_parameters():
+        if parameter.ndim and parameter.shape[0] == block.slots and not name.startswith("mlp."):
+            owned[f"router.{name}"] = parameter
+    if block.default_vectors == "trained":
+        owned["default_ED"] = block.default_ED
+    return owned
+
+
+def read_expert(block: MoEBlock, slot: int) -> dict[str, Tensor]:
+    """A copy of one expert's weights, by parameter name."""
+    return {name: p.detach()[slot].clone() for name, p in block.experts.named_parameters()}
+
+
+@torch.no_grad()
+def write_expert(block: MoEBlock, slot: int, weights: dict[str, Tensor]) -> None:
+    """Writes one expert's weights into a slot."""
+    for name, parameter in block.experts.named_parameters():
+        parameter[slot] = weights[name].to(parameter)
+
+
+def _row_states(
+    optimizer: Optimizer, parameter: nn.Parameter
+) -> Iterator[tuple[str, Tensor]]:
+    for name, value in optimizer.state.get(parameter, {}).items():
+        if isinstance(value, Tensor) and value.shape == parameter.shape:
+            yield name, value
+
+
+@torch.no_grad()
+def forget_slot(optimizer: Optimizer, block: MoEBlock, slot: int) -> None:
+    """Gives a slot the optimizer state of a new expert.
+
+    Momentum becomes 0. Squared-gradient averages become the mean over the other active experts:
+    with zeros there, Adam's bias correction, which counts the steps of the whole parameter, would
+    make the first step of the new expert about (1 - beta1) / sqrt(1 - beta2) = 3 times the
+    learning rate.
+    """
+    others = [other for other in block.active_slots() if other != slot]
+    for parameter in slot_parameters(block).values():
+        for name, state in _row_states(optimizer, parameter):
+            second = name in SECOND_MOMENTS and others
+            state[slot] = state[others].mean(0) if second else 0.0
+
+
+@torch.no_grad()
+def bound_first_step(optimizer: Optimizer, block: MoEBlock, slot: int) -> bool:
+    """Called with the first gradients of a new expert, before the optimizer's step: raises its
+    squared-gradient averages to that gradient squared, so that no element moves by more than the
+    learning rate, whatever the gradient's size.
+
+    Returns:
+        False while the slot has no gradient yet; call again before the next step.
+    """
+    seen = False
+    for parameter in slot_parameters(block).values():
+        if parameter.grad is None:
+            continue
+        gradient = parameter.grad[slot]
+        seen = seen or bool(gradient.any())
+        for name, state in _row_states(optimizer, parameter):
+            if name in SECOND_MOMENTS:
+                state[slot] = state[slot].maximum(gradient.square())
+    return seen

@@ -1,0 +1,111 @@
+"""Image classification."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.cli import OptimizerCallable
+from torch import Tensor, nn
+from torchmetrics.classification import MulticlassAccuracy
+from torchvision.transforms import v2
+
+from ..errors import ConfigError
+from .base import MoETask
+
+
+class ImageClassification(MoETask):
+    """Cross-entropy over classes; top-1 and top-5 accuracy.
+
+    Args:
+        network: maps images (B, C, H, W) to logits (B, classes); has `num_classes`.
+        optimizer: optimizer class; weight decay applies to matrices only.
+        schedule: `cosine` down to 1 % of the learning rate, or `constant`; both after `warmup`.
+        warmup: share of all optimizer steps over which the learning rate rises linearly.
+        losses: weights of auxiliary losses, by name, summed over the MoE layers.
+        balance_over: what the load of the load-balance loss is counted over: the `batch` of one
+            process, the batches of all `ranks`, or all micro-batches of a `step` on all ranks.
+        label_smoothing: probability spread over all classes.
+        mixup: alpha of mixup (arXiv 1710.09412); 0 for none.
+        cutmix: alpha of CutMix (arXiv 1905.04899); 0 for none. With both, each batch draws one.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        optimizer: OptimizerCallable = torch.optim.AdamW,
+        schedule: Literal["cosine", "constant"] = "cosine",
+        warmup: float = 0.05,
+        losses: dict[str, float] | None = None,
+        balance_over: Literal["batch", "ranks", "step"] = "batch",
+        label_smoothing: float = 0.0,
+        mixup: float = 0.0,
+        cutmix: float = 0.0,
+    ) -> None:
+        super().__init__(network, optimizer, schedule, warmup, losses, balance_over)
+        classes = getattr(network, "num_classes", None)
+        if classes is None:
+            raise ValueError("the network of an image classifier needs `num_classes`")
+        self.label_smoothing = label_smoothing
+        mixes = [v2.MixUp(alpha=mixup, num_classes=classes)] if mixup else []
+        mixes += [v2.CutMix(alpha=cutmix, num_classes=classes)] if cutmix else []
+        self.mix = v2.RandomChoice(mixes) if mixes else None
+        top5 = min(5, classes)
+        self.train_accuracy = MulticlassAccuracy(classes, average="micro")
+        self.accuracy = nn.ModuleDict(
+            {
+                f"{split}_{name}": MulticlassAccuracy(classes, average="micro", top_k=k)
+                for split in ("val", "test")
+                for name, k in (("accuracy", 1), ("accuracy_top5", top5))
+            }
+        )
+
+    def setup(self, stage: str) -> None:
+        """Checks that network and data agree on the classes."""
+        data = getattr(self.trainer, "datamodule", None)
+        given = getattr(data, "num_classes", None)
+        if given is not None and given > self.network.num_classes:
+            raise ConfigError(
+                f"model.network.num_classes is {self.network.num_classes} but the data has "
+                f"{given} classes; set num_classes: {given}"
+            )
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images (B, C, H, W) to logits (B, classes)."""
+        return self.network(images)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        images, labels = batch
+        if self.mix is not None:
+            images, labels = self.mix(images, labels)
+        logits = self(images)
+        loss = F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
+        self.log("train/loss", loss.detach(), prog_bar=True)
+        hard = labels if labels.ndim == 1 else labels.argmax(1)
+        self.train_accuracy(logits.detach(), hard)
+        self.log("train/accuracy", self.train_accuracy, on_step=False, on_epoch=True)
+        return loss + self.auxiliary_loss(batch_idx)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self._evaluate("val", batch)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self._evaluate("test", batch)
+
+    def _evaluate(self, split: str, batch: tuple[Tensor, Tensor]) -> None:
+        images, labels = batch
+        logits = self(images)
+        loss = F.cross_entropy(logits, labels)
+        self.log(f"{split}/loss", loss, batch_size=len(labels), sync_dist=True)
+        for name in ("accuracy", "accuracy_top5"):
+            metric = self.accuracy[f"{split}_{name}"]
+            metric(logits, labels)
+            bar = split == "val" and name == "accuracy"
+            self.log(f"{split}/{name}", metric, prog_bar=bar, batch_size=len(labels))
+
+    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+        """Indices (B,), predicted classes (B,) and their probabilities (B,)."""
+        images, indices = batch
+        probability, label = self(images).softmax(1).max(1)
+        return {"index": indices, "class": label, "probability": probability}

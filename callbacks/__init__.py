@@ -1,0 +1,20 @@
+"""Everything that changes or watches a network while it trains."""
+
+from .adaptive_experts import AdaptiveExperts
+from .balance import LossFreeBalance
+from .default_vectors import DefaultVectors
+from .progress import ProgressBar
+from .random_state import RandomState
+from .routing_monitor import RoutingMonitor
+from .tables import MetricsTable, PredictionTable
+
+__all__ = [
+    "AdaptiveExperts",
+    "DefaultVectors",
+    "LossFreeBalance",
+    "MetricsTable",
+    "PredictionTable",
+    "ProgressBar",
+    "RandomState",
+    "RoutingMonitor",
+]

@@ -1,0 +1,54 @@
+"""What several callbacks need."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from app.moe import MoEBlock, moe_blocks
+
+
+def find_blocks(callback: L.Callback, module: L.LightningModule) -> dict[str, MoEBlock]:
+    """The MoE blocks of a task, by layer name.
+
+    Raises:
+        MisconfigurationException: if there is none.
+    """
+    blocks = moe_blocks(module)
+    if not blocks:
+        raise MisconfigurationException(
+            f"{type(callback).__name__} works on MoE blocks and the network has none: "
+            "remove the callback or set model.network.moe_blocks"
+        )
+    return blocks
+
+
+def sum_over_ranks(*tensors: Tensor) -> None:
+    """Adds tensors up over all processes, in place."""
+    if dist.is_available() and dist.is_initialized():
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+
+
+def widest_float(device: torch.device | str) -> torch.dtype:
+    """float64, for sums over many batches, where the device has it."""
+    return torch.float32 if torch.device(device).type == "mps" else torch.float64
+
+
+def write_csv(path: Path, rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
+    """Writes a whole table; a reader never sees half of it."""
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns, restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+    os.replace(temporary, path)

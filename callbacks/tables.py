@@ -1,0 +1,83 @@
+"""Tables in the run folder: metrics.csv of evaluations, predictions.csv of predictions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import BasePredictionWriter
+
+from .common import write_csv
+
+
+class MetricsTable(L.Callback):
+    """Writes metrics.csv: one row an evaluation, with `epoch`, `step` and every metric.
+
+    The rows travel in the checkpoint, so that a resumed run goes on with the table as it was.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.sanity_checking or trainer.state.fn != "fit":
+            return
+        row: dict[str, Any] = {"epoch": trainer.current_epoch, "step": trainer.global_step}
+        for name, value in trainer.callback_metrics.items():
+            if name.startswith(("val/", "train/")) and not name.endswith(("_step", "_epoch")):
+                row[name] = float(value)
+        self.rows.append(row)
+        if trainer.is_global_zero:
+            columns = dict.fromkeys(key for each in self.rows for key in each)
+            write_csv(Path(trainer.log_dir) / "metrics.csv", self.rows, list(columns))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rows": self.rows}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rows = list(state["rows"])
+
+
+class PredictionTable(BasePredictionWriter):
+    """Writes predictions.csv: file or index, predicted class and its probability.
+
+    Args:
+        folder: where to write it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__("epoch")
+        self.folder = folder
+
+    def write_on_epoch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        predictions: Any,
+        batch_indices: Any,
+    ) -> None:
+        data = trainer.datamodule
+        batches = [batch for batch in predictions if isinstance(batch, dict) and "class" in batch]
+        if not batches:
+            return
+        columns = {key: torch.cat([b[key] for b in batches]).tolist() for key in batches[0]}
+        names = getattr(data, "predict_names", None)
+        classes = getattr(data, "class_names", None)
+        rows = [
+            {
+                "sample": names[index] if names else index,
+                "class": label,
+                "class_name": classes[label] if classes else label,
+                "probability": f"{probability:.6f}",
+            }
+            for index, label, probability in zip(
+                columns["index"], columns["class"], columns["probability"], strict=True
+            )
+        ]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        rank = f".{trainer.global_rank}" if trainer.world_size > 1 else ""
+        path = self.folder / f"predictions{rank}.csv"
+        write_csv(path, rows, ["sample", "class", "class_name", "probability"])
+        print(f"wrote {len(rows)} predictions to {path}")

@@ -22,7 +22,7 @@ import data
 from data.errors import DataError
 
 from . import models, moe, tasks
-from .config_errors import explain
+from .config_errors import explain, root_cause
 from .config_files import expand
 from .errors import ConfigError
 from .run_folder import RunConfig, find_run_version, newest_checkpoint
@@ -42,7 +42,9 @@ class Parser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error:
             super().error(message, ex)
-        sys.stderr.write(f"error: {explain(message)}\n")
+        parser = getattr(ex, "subcommand_parser", None) or self
+        options = [option for action in parser._actions for option in action.option_strings]
+        sys.stderr.write(f"error: {explain(message, options)}\n")
         raise SystemExit(2)
 
 
@@ -61,7 +63,7 @@ class App(LightningCLI):
                 "parser_mode": "omegaconf",
                 "prog": "python -m app",
                 "description": DESCRIPTION,
-                **{name: {"prog": f"python -m app {name}"} for name in self.subcommands()},
+                "allow_abbrev": False,
             },
             save_config_callback=RunConfig,
             save_config_kwargs={"overwrite": True},
@@ -78,7 +80,9 @@ class App(LightningCLI):
             "--runs", type=str, default="runs", help="Folder of all runs: RUNS/NAME/version_N."
         )
         parser.add_argument(
-            "--base", type=list[str] | None, default=None,
+            "--base",
+            type=list[str] | None,
+            default=None,
             help="Config files that a config file builds on, relative to it.",
         )
         parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
@@ -108,7 +112,7 @@ class App(LightningCLI):
         try:
             super().instantiate_classes()
         except (ValueError, MisconfigurationException) as error:
-            raise ConfigError(" ".join(str(error).split())) from error
+            raise ConfigError(" ".join(str(root_cause(error)).split())) from error
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """A trainer that logs to the run folder."""
@@ -155,8 +159,8 @@ def main(argv: Sequence[str]) -> int:
         if argv and argv[0] in OWN_COMMANDS:
             return importlib.import_module(OWN_COMMANDS[argv[0]][0]).main(argv[1:])
         App(expand(argv))
-    except (ConfigError, DataError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (ConfigError, DataError, MisconfigurationException) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0
 

@@ -68,9 +68,13 @@ def _read(path: Path) -> dict:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}" if mark else ""
-        raise ConfigError(f"{path}{where}: not valid YAML: {getattr(error, 'problem', error)}") from None
+        raise ConfigError(
+            f"{path}{where}: not valid YAML: {getattr(error, 'problem', error)}"
+        ) from None
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigError(f"{path}: a config is a mapping of keys, this is a {type(content).__name__}")
+        raise ConfigError(
+            f"{path}: a config is a mapping of keys, this is a {type(content).__name__}"
+        )
     return content

@@ -18,12 +18,29 @@ from torch import Tensor
 from app.moe import MoEBlock, Routing
 from app.moe.slots import bound_first_step, forget_slot, read_expert, write_expert
 
-from .common import find_blocks, sum_over_ranks, widest_float, write_csv
+from .common import (
+    find_blocks,
+    for_checkpoint,
+    from_checkpoint,
+    sum_over_ranks,
+    widest_float,
+    write_csv,
+)
 from .expert_initialization import STRATEGIES, Birth, ExpertBank, on_cpu
 
 COLUMNS = (
-    "step", "epoch", "layer", "event", "slot", "reason", "tokens", "expert_tokens",
-    "unrouted_tokens", "active_experts", "initialization", "source",
+    "step",
+    "epoch",
+    "layer",
+    "event",
+    "slot",
+    "reason",
+    "tokens",
+    "expert_tokens",
+    "unrouted_tokens",
+    "active_experts",
+    "initialization",
+    "source",
 )
 
 
@@ -54,6 +71,11 @@ class WindowRecord:
     def tensors(self) -> list[Tensor]:
         """All sums, to be reduced over processes or kept in a checkpoint."""
         return [self.load_E, self.unrouted_D, self.counts]
+
+    def move(self, device: torch.device) -> None:
+        """Goes on where the routings live."""
+        kind = {"dtype": widest_float(device), "device": device}
+        self.load_E, self.unrouted_D, self.counts = (each.to(**kind) for each in self.tensors())
 
 
 @dataclass(frozen=True)
@@ -154,7 +176,10 @@ class AdaptiveExperts(L.Callback):
             )
         if not 0.0 <= window[0] < window[1] <= 1.0:
             raise ValueError(f"window must be two rising fractions of an epoch, got {window}")
-        if window_steps is not None and not 0 <= window_steps[0] < window_steps[1] <= window_steps[2]:
+        if (
+            window_steps is not None
+            and not 0 <= window_steps[0] < window_steps[1] <= window_steps[2]
+        ):
             raise ValueError(f"window_steps must be [start < end <= period], got {window_steps}")
         if every_n_epochs < 1:
             raise ValueError(f"every_n_epochs must be at least 1, got {every_n_epochs}")
@@ -166,7 +191,9 @@ class AdaptiveExperts(L.Callback):
                 raise ValueError(f"{name} must lie in [0, 1), got {value}")
         self.initialization, self.window, self.window_steps = initialization, window, window_steps
         self.every_n_epochs, self.first_epoch, self.last_epoch = (
-            every_n_epochs, first_epoch, last_epoch,
+            every_n_epochs,
+            first_epoch,
+            last_epoch,
         )
         self.min_unrouted_fraction = min_unrouted_fraction
         self.min_load_fraction = min_load_fraction
@@ -204,6 +231,8 @@ class AdaptiveExperts(L.Callback):
                 "AdaptiveExperts.window is a share of an epoch and the training data has no known "
                 "length: set window_steps"
             )
+        for record in self.records.values():  # a checkpoint is read to the CPU
+            record.move(pl_module.device)
 
     # ------------------------------------------------------------------ the window
 
@@ -225,9 +254,15 @@ class AdaptiveExperts(L.Callback):
         self._step_before = trainer.global_step
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         if not self._epoch_counts(trainer.current_epoch):
+            self.records = {}  # of a window that the end of an epoch cut off
             return
         if self.window_steps is not None:
             start, end, period = self.window_steps
@@ -259,7 +294,10 @@ class AdaptiveExperts(L.Callback):
         for name, record in self.records.items():
             sum_over_ranks(*record.tensors())
             plan = plan_window(
-                record, self.blocks[name].active_E, self.min_unrouted_fraction, self.min_load_fraction
+                record,
+                self.blocks[name].active_E,
+                self.min_unrouted_fraction,
+                self.min_load_fraction,
             )
             self._carry_out(trainer, module, name, record, plan)
         self.records = {}
@@ -305,8 +343,11 @@ class AdaptiveExperts(L.Callback):
         if plan.birth:
             slot, source = self._give_birth(trainer, module, name, record)
             note(
-                "birth", slot, "tokens took no expert",
-                initialization=self.initialization, source=source,
+                "birth",
+                slot,
+                "tokens took no expert",
+                initialization=self.initialization,
+                source=source,
             )
 
     def _give_birth(
@@ -343,9 +384,10 @@ class AdaptiveExperts(L.Callback):
     # ------------------------------------------------------------------ what is told of it
 
     def _publish(self, trainer: L.Trainer, events: list[dict[str, Any]]) -> None:
+        folder = trainer.log_dir  # a broadcast: all processes have to ask
         if not trainer.is_global_zero or not trainer.loggers:
             return
-        write_csv(Path(trainer.log_dir) / "expert_events.csv", self.events, COLUMNS)
+        write_csv(Path(folder) / "expert_events.csv", self.events, COLUMNS)
         for logger in trainer.loggers:
             for layer in dict.fromkeys(event["layer"] for event in events):
                 counts = {
@@ -367,7 +409,9 @@ class AdaptiveExperts(L.Callback):
             return
         table = Table(title="Experts born and gone", title_justify="left")
         for column in ("layer", "start", "births", "deaths", "refusals", "end", "last event"):
-            table.add_column(column, justify="left" if column in ("layer", "last event") else "right")
+            table.add_column(
+                column, justify="left" if column in ("layer", "last event") else "right"
+            )
         for name, block in self.blocks.items():
             mine = [event for event in self.events if event["layer"] == name]
             table.add_row(
@@ -383,7 +427,9 @@ class AdaptiveExperts(L.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "records": {name: record.tensors() for name, record in self.records.items()},
+            "records": {
+                name: for_checkpoint(*record.tensors()) for name, record in self.records.items()
+            },
             "banks": {
                 name: {"discarded": bank.discarded, "unused": bank.unused}
                 for name, bank in self.banks.items()
@@ -397,7 +443,9 @@ class AdaptiveExperts(L.Callback):
         for name, (load_E, unrouted_D, counts) in state["records"].items():
             self.records[name] = WindowRecord(len(load_E), len(unrouted_D), load_E.device)
             for tensor, saved in zip(
-                self.records[name].tensors(), (load_E, unrouted_D, counts), strict=True
+                self.records[name].tensors(),
+                from_checkpoint(load_E, unrouted_D, counts),
+                strict=True,
             ):
                 tensor.copy_(saved)
         self.banks = {name: ExpertBank(**bank) for name, bank in state["banks"].items()}

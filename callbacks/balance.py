@@ -11,7 +11,7 @@ from torch import Tensor
 
 from app.moe import MoEBlock, TopK
 
-from .common import find_blocks, sum_over_ranks
+from .common import find_blocks, for_checkpoint, from_checkpoint, sum_over_ranks
 
 
 class LossFreeBalance(L.Callback):
@@ -39,6 +39,15 @@ class LossFreeBalance(L.Callback):
                     f"LossFreeBalance biases the selection of TopK; the router of {name} is "
                     f"{type(block.router).__name__}"
                 )
+            if block.router.estimator == "sparsemixer":
+                raise MisconfigurationException(
+                    "LossFreeBalance can't be combined with estimator: sparsemixer, which draws "
+                    f"the experts of {name} from p and takes no account of a bias; set it to plain"
+                )
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        for name, load_E in self._load.items():  # a checkpoint is read to the CPU
+            self._load[name] = load_E.to(pl_module.device)
 
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         for name, block in self.blocks.items():
@@ -57,7 +66,7 @@ class LossFreeBalance(L.Callback):
         self._load = {}
 
     def state_dict(self) -> dict[str, Any]:
-        return dict(self._load)
+        return {name: for_checkpoint(load_E)[0] for name, load_E in self._load.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._load = dict(state)
+        self._load = {name: from_checkpoint(load_E)[0] for name, load_E in state.items()}

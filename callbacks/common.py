@@ -39,6 +39,19 @@ def sum_over_ranks(*tensors: Tensor) -> None:
             dist.all_reduce(tensor)
 
 
+def for_checkpoint(*tensors: Tensor) -> list[Tensor]:
+    """Copies of sums, over all processes: every process builds a checkpoint, one writes it."""
+    copies = [tensor.clone() for tensor in tensors]
+    sum_over_ranks(*copies)
+    return copies
+
+
+def from_checkpoint(*tensors: Tensor) -> list[Tensor]:
+    """What this process goes on with: the first with all of the sums, the others with zeros."""
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    return [tensor.clone() if rank == 0 else torch.zeros_like(tensor) for tensor in tensors]
+
+
 def widest_float(device: torch.device | str) -> torch.dtype:
     """float64, for sums over many batches, where the device has it."""
     return torch.float32 if torch.device(device).type == "mps" else torch.float64

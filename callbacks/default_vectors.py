@@ -11,7 +11,7 @@ from torch import Tensor
 
 from app.moe import MoEBlock, OutputSums
 
-from .common import find_blocks, sum_over_ranks
+from .common import find_blocks, for_checkpoint, from_checkpoint, sum_over_ranks
 
 
 class DefaultVectors(L.Callback):
@@ -50,12 +50,18 @@ class DefaultVectors(L.Callback):
         }
         if not self.blocks:
             raise MisconfigurationException(
-                "DefaultVectors: no MoE block has default_vectors: ema; set it or remove the callback"
+                "DefaultVectors: no MoE block has default_vectors: ema; set it, or remove the "
+                "callback"
             )
         for block in self.blocks.values():
             block.collect = self.weighting
             if self.update == "before":
                 block.lookahead = lambda sums, block=block: self._moved(block, _global(sums))
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        for name, sums in self._sums.items():  # a checkpoint is read to the CPU
+            device = pl_module.device
+            self._sums[name] = OutputSums(sums.sum_ED.to(device), sums.weight_E.to(device))
 
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         for name, block in self.blocks.items():
@@ -79,13 +85,17 @@ class DefaultVectors(L.Callback):
         mean_ED = sums.mean_ED().to(block.default_ED)
         moved_ED = torch.lerp(mean_ED, block.default_ED, self.beta)
         moved_ED = torch.where(block.default_seen_E[:, None], moved_ED, mean_ED)
-        return torch.where(sums.weight_E[:, None] > 0, moved_ED, block.default_ED)
+        # An overflow under a loss scaler, whose step is skipped, must not stay in the average.
+        good_E1 = (sums.weight_E > 0)[:, None] & mean_ED.isfinite().all(1, keepdim=True)
+        return torch.where(good_E1, moved_ED, block.default_ED)
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: [sums.sum_ED, sums.weight_E] for name, sums in self._sums.items()}
+        return {
+            name: for_checkpoint(sums.sum_ED, sums.weight_E) for name, sums in self._sums.items()
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._sums = {name: OutputSums(*sums) for name, sums in state.items()}
+        self._sums = {name: OutputSums(*from_checkpoint(*sums)) for name, sums in state.items()}
 
 
 def _global(sums: OutputSums) -> OutputSums:

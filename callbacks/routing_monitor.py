@@ -10,7 +10,7 @@ from torch import Tensor
 
 from app.moe import MoEBlock, Routing, moe_blocks
 
-from .common import sum_over_ranks, widest_float
+from .common import for_checkpoint, from_checkpoint, sum_over_ranks, widest_float
 
 
 class RoutingStatistics:
@@ -28,12 +28,12 @@ class RoutingStatistics:
     @torch.no_grad()
     def add(self, routing: Routing) -> None:
         """Counts one batch."""
-        tokens, slots = routing.mask_TE.shape
+        tokens = len(routing.mask_TE)
         load_E = routing.mask_TE.sum(0)
         self.totals[0] += tokens
         self.totals[1] += load_E.sum()
         self.totals[2] += routing.unrouted_T().sum()
-        self.totals[3] += _entropy_T(routing).sum()
+        self.totals[3] += torch.special.entr(routing.distribution_TR().detach()).sum()
         self.totals[4:] += load_E
 
     def read(self, active_E: Tensor) -> dict[str, float]:
@@ -61,12 +61,6 @@ class RoutingStatistics:
         }
 
 
-def _entropy_T(routing: Routing) -> Tensor:
-    """Entropy of each token's distribution: of p where the router has one, else of its gates."""
-    probs_TE = getattr(routing, "probs_TE", routing.gates_TE).detach()
-    return torch.special.entr(probs_TE).sum(1)
-
-
 class RoutingMonitor(L.Callback):
     """Logs `routing/<layer>/<statistic>` in training and `val_routing/<layer>/<statistic>`.
 
@@ -86,8 +80,18 @@ class RoutingMonitor(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self.blocks = moe_blocks(pl_module)
 
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        device = pl_module.device
+        for sums in self._sums.values():  # a checkpoint is read to the CPU
+            sums.totals = sums.totals.to(device, widest_float(device))
+
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         self._add("routing")
         step = trainer.global_step
@@ -138,7 +142,7 @@ class RoutingMonitor(L.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "sums": {key: sums.totals for key, sums in self._sums.items()},
+            "sums": {key: for_checkpoint(sums.totals)[0] for key, sums in self._sums.items()},
             "logged_step": self._logged_step,
         }
 
@@ -146,4 +150,4 @@ class RoutingMonitor(L.Callback):
         self._logged_step = state["logged_step"]
         for key, totals in state["sums"].items():
             self._sums[key] = RoutingStatistics(len(totals) - 4, totals.device)
-            self._sums[key].totals = totals
+            self._sums[key].totals = from_checkpoint(totals)[0]

@@ -25,19 +25,34 @@ class MetricsTable(L.Callback):
         if trainer.sanity_checking or trainer.state.fn != "fit":
             return
         row: dict[str, Any] = {"epoch": trainer.current_epoch, "step": trainer.global_step}
-        for name, value in trainer.callback_metrics.items():
-            if name.startswith(("val/", "train/")) and not name.endswith(("_step", "_epoch")):
-                row[name] = float(value)
-        self.rows.append(row)
+        self.rows.append(row | _metrics(trainer, ("val/", "train/"), skip="train/accuracy"))
+        self._write(trainer)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        # Only now is the training accuracy of the epoch complete.
+        if self.rows and self.rows[-1]["step"] == trainer.global_step:
+            self.rows[-1] |= _metrics(trainer, ("train/accuracy",))
+            self._write(trainer)
+
+    def _write(self, trainer: L.Trainer) -> None:
+        folder = trainer.log_dir  # a broadcast: all processes have to ask
         if trainer.is_global_zero:
             columns = dict.fromkeys(key for each in self.rows for key in each)
-            write_csv(Path(trainer.log_dir) / "metrics.csv", self.rows, list(columns))
+            write_csv(Path(folder) / "metrics.csv", self.rows, list(columns))
 
     def state_dict(self) -> dict[str, Any]:
         return {"rows": self.rows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.rows = list(state["rows"])
+
+
+def _metrics(trainer: L.Trainer, prefixes: tuple[str, ...], skip: str = "") -> dict[str, float]:
+    return {
+        name: float(value)
+        for name, value in trainer.callback_metrics.items()
+        if name.startswith(prefixes) and name != skip and not name.endswith(("_step", "_epoch"))
+    }
 
 
 class PredictionTable(BasePredictionWriter):

@@ -53,7 +53,9 @@ class VisionTransformer(timm_vit.VisionTransformer):
         moe_blocks: list[int] | tuple[int, ...] = (8, 10),
     ) -> None:
         if image_size % patch_size:
-            raise ValueError(f"image_size {image_size} is not a multiple of patch_size {patch_size}")
+            raise ValueError(
+                f"image_size {image_size} is not a multiple of patch_size {patch_size}"
+            )
         if dim % heads:
             raise ValueError(f"dim {dim} is not a multiple of heads {heads}")
         for index in moe_blocks:

@@ -131,7 +131,9 @@ class MoEBlock(nn.Module):
         if self.collect and self.training:
             self.output_sums = self._sum_outputs(y_ND.detach(), pairs, routing)
         if self.default_vectors != "none":
-            out_TD = out_TD + routing.default_weights_TE() @ self._defaults().to(wide_TD)
+            with torch.autocast(x.device.type, enabled=False):
+                default_TD = routing.default_weights_TE() @ self._defaults().to(wide_TD)
+            out_TD = out_TD + default_TD
         self.routing = routing
         return out_TD.to(x.dtype).reshape(x.shape)
 

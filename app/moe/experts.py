@@ -46,7 +46,8 @@ class Experts(nn.Module):
             y_ND: row n is E_e(x_n). Slots without rows get zero gradients, never None.
         """
         stacked = tuple(self.parameters())
-        if x_ND.is_cuda and _grouped_dtype(x_ND) == torch.bfloat16:
+        aligned = self.dim % 8 == 0 and self.hidden % 8 == 0  # what grouped_mm takes
+        if x_ND.is_cuda and aligned and _grouped_dtype(x_ND) == torch.bfloat16:
             return self.expert(GroupedLinear(pairs), x_ND, *stacked)
         # One addmm per contiguous slice: on CPU faster than grouped_mm, and exact in any dtype.
         sizes = pairs.count_E.tolist()
@@ -151,10 +152,11 @@ class GroupedLinear:
     def __call__(self, x_NI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None) -> Tensor:
         dtype = _grouped_dtype(x_NI)
         y_NO = F.grouped_mm(x_NI.to(dtype), weight_EOI.to(dtype).transpose(1, 2), offs=self.ends_E)
+        if y_NO.requires_grad:  # its backward refuses an expanded gradient, as of a sum
+            y_NO.register_hook(Tensor.contiguous)
         return y_NO if bias_EO is None else y_NO + bias_EO.to(dtype)[self.expert_N]
 
 
 def _grouped_dtype(x: Tensor) -> torch.dtype:
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-

@@ -34,8 +34,10 @@ def load_balance(routing: Routing, load_E: Tensor | None = None) -> Tensor:
 
 def z_loss(routing: Routing) -> Tensor:
     """Router z-loss: mean squared logsumexp of the logits (ST-MoE, arXiv 2202.08906 eq. 5)."""
-    logits = routing.logits_TR if isinstance(routing, TernaryRouting) else (
-        _expect(routing, SoftmaxRouting, "z_loss").logits_TE
+    logits = (
+        routing.logits_TR
+        if isinstance(routing, TernaryRouting)
+        else (_expect(routing, SoftmaxRouting, "z_loss").logits_TE)
     )
     return logits.logsumexp(1).square().mean()
 
@@ -65,6 +67,7 @@ def simplicity(routing: Routing) -> Tensor:
 
 def topany(routing: Routing) -> Tensor:
     """DynMoE's auxiliary loss: diversity + simplicity (published weight 1e-2)."""
+    _expect(routing, TopAnyRouting, "topany")
     return diversity(routing) + simplicity(routing)
 
 
@@ -82,7 +85,14 @@ def reward(routing: Routing) -> Tensor:
 LOSSES: dict[str, Callable[[Routing], Tensor]] = {
     loss.__name__: loss
     for loss in (
-        load_balance, z_loss, entropy, diversity, simplicity, topany, efficiency, reward,
+        load_balance,
+        z_loss,
+        entropy,
+        diversity,
+        simplicity,
+        topany,
+        efficiency,
+        reward,
     )
 }
 

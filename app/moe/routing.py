@@ -41,6 +41,10 @@ class Routing:
         """Differentiable counterpart of the load: the mean weight that each expert was given."""
         return self.gates_TE.mean(0)
 
+    def distribution_TR(self) -> Tensor:
+        """The router's distribution for each token: its gates, where it has no other."""
+        return self.gates_TE
+
     def unrouted_T(self) -> Tensor:
         """Tokens that took no expert, bool."""
         return ~self.mask_TE.any(1)

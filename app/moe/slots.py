@@ -38,9 +38,7 @@ def write_expert(block: MoEBlock, slot: int, weights: dict[str, Tensor]) -> None
         parameter[slot] = weights[name].to(parameter)
 
 
-def _row_states(
-    optimizer: Optimizer, parameter: nn.Parameter
-) -> Iterator[tuple[str, Tensor]]:
+def _row_states(optimizer: Optimizer, parameter: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
     for name, value in optimizer.state.get(parameter, {}).items():
         if isinstance(value, Tensor) and value.shape == parameter.shape:
             yield name, value
@@ -69,15 +67,27 @@ def bound_first_step(optimizer: Optimizer, block: MoEBlock, slot: int) -> bool:
     learning rate, whatever the gradient's size.
 
     Returns:
-        False while the slot has no gradient yet; call again before the next step.
+        False while no gradient has reached the expert's weights (auxiliary losses move its routing
+        vector before that); call again before the next step.
     """
     seen = False
-    for parameter in slot_parameters(block).values():
+    for owner, parameter in slot_parameters(block).items():
         if parameter.grad is None:
             continue
         gradient = parameter.grad[slot]
-        seen = seen or bool(gradient.any())
+        if not gradient.isfinite().all():
+            return False  # of a step that a loss scaler will skip
+        seen = seen or (owner.startswith("experts.") and bool(gradient.any()))
+        gradient = gradient + _coupled_decay(optimizer, parameter) * parameter[slot]
         for name, state in _row_states(optimizer, parameter):
             if name in SECOND_MOMENTS:
                 state[slot] = state[slot].maximum(gradient.square())
     return seen
+
+
+def _coupled_decay(optimizer: Optimizer, parameter: nn.Parameter) -> float:
+    """Weight decay that an optimizer adds to a parameter's gradient (L2), 0 where decoupled."""
+    for group in optimizer.param_groups:
+        if any(parameter is each for each in group["params"]):
+            return 0.0 if group.get("decoupled_weight_decay") else group.get("weight_decay", 0.0)
+    return 0.0

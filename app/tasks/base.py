@@ -13,6 +13,7 @@ from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from ..errors import ConfigError
 from ..moe import LOSSES, MoEBlock, Router, moe_blocks
 from ..moe.losses import load_balance
 
@@ -103,7 +104,10 @@ class MoETask(L.LightningModule):
 
     def configure_optimizers(self) -> dict[str, Any]:
         """Optimizer over two groups (with and without weight decay), schedule by step."""
-        optimizer = self.optimizer(parameter_groups(self.network))
+        try:
+            optimizer = self.optimizer(parameter_groups(self.network))
+        except ValueError as error:
+            raise ConfigError(f"model.optimizer: {error}") from error
         scheduler = LambdaLR(optimizer, self._rate)
         return {
             "optimizer": optimizer,
@@ -137,7 +141,9 @@ class MoETask(L.LightningModule):
             by_epochs = batches * trainer.max_epochs
         total = min(by_steps, by_epochs)
         if total == math.inf:
-            raise ValueError("the schedule needs an end: set trainer.max_epochs or trainer.max_steps")
+            raise ConfigError(
+                "model.schedule needs an end: set trainer.max_epochs or trainer.max_steps"
+            )
         return int(total)
 
 

@@ -53,6 +53,7 @@ class ImageClassification(MoETask):
         self.mix = v2.RandomChoice(mixes) if mixes else None
         top5 = min(5, classes)
         self.train_accuracy = MulticlassAccuracy(classes, average="micro")
+        self.train_accuracy.persistent(True)  # an epoch resumed in its middle keeps its first half
         self.accuracy = nn.ModuleDict(
             {
                 f"{split}_{name}": MulticlassAccuracy(classes, average="micro", top_k=k)

@@ -66,6 +66,9 @@ class SoftmaxRouting(Routing):
     def importance_E(self) -> Tensor:
         return self.probs_TE.mean(0)
 
+    def distribution_TR(self) -> Tensor:
+        return self.probs_TE
+
     def default_weights_TE(self) -> Tensor:
         """p of the experts not executed (arXiv 2504.12463: not renormalised)."""
         return self.probs_TE.masked_fill(self.mask_TE, 0.0)
@@ -86,5 +89,5 @@ class SoftmaxRouter(Router):
 
 def renormalize(gates_TE: Tensor) -> Tensor:
     """Rescales each token's gates to sum 1; rows of zeros stay zero."""
-    tiny = torch.finfo(gates_TE.dtype).tiny
-    return gates_TE / gates_TE.sum(1, keepdim=True).clamp_min(tiny)
+    total_T1 = gates_TE.sum(1, keepdim=True)
+    return gates_TE / torch.where(total_T1 > 0, total_T1, 1.0)

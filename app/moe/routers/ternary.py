@@ -39,6 +39,10 @@ class TernaryRouting(SoftmaxRouting):
         """Selections of each physical expert: those of all its levels, nulls left out."""
         return self.chosen_TLE.sum((0, 1), dtype=torch.float32)
 
+    def distribution_TR(self) -> Tensor:
+        """p of all outputs, nulls included."""
+        return self.logits_TR.softmax(1)
+
     def unrouted_T(self) -> Tensor:
         """Tokens that selected nulls only."""
         return ~self.mask_TE.any(1)
@@ -101,8 +105,7 @@ class Ternary(Router):
         self.register_buffer("levels_L", torch.tensor(levels), persistent=False)
         if gates != "raw":
             self.why_not_default_vectors = (
-                "renormalised gates leave no probability for experts not selected; "
-                "set gates: raw"
+                "renormalised gates leave no probability for experts not selected; set gates: raw"
             )
 
     def forward(self, x_TD: Tensor, active_E: Tensor) -> TernaryRouting:
@@ -112,7 +115,7 @@ class Ternary(Router):
         logits_TR = F.linear(x_TD, self.weight.to(x_TD)) + self.shift_R.to(x_TD)
         logits_TR = logits_TR.masked_fill(~active_R, -torch.inf)
         probs_TR = logits_TR.softmax(1)
-        kept_TK = probs_TR.detach().masked_fill(~active_R, -1.0).topk(self.k, dim=1).indices
+        kept_TK = logits_TR.detach().topk(self.k, dim=1).indices  # p may underflow, logits not
         chosen_TR = torch.zeros_like(probs_TR, dtype=torch.bool).scatter_(1, kept_TK, True)
         chosen_TR = chosen_TR & active_R
         gates_TR = self._gates(probs_TR, chosen_TR)

@@ -90,7 +90,9 @@ class TopAny(Router):
         self.gates, self.fallback = gates, fallback
         self.mlp = None
         if mlp_hidden is not None:
-            self.mlp = nn.Sequential(nn.Linear(dim, mlp_hidden), nn.GELU(), nn.Linear(mlp_hidden, dim))
+            self.mlp = nn.Sequential(
+                nn.Linear(dim, mlp_hidden), nn.GELU(), nn.Linear(mlp_hidden, dim)
+            )
 
     def forward(self, x_TD: Tensor, active_E: Tensor) -> TopAnyRouting:
         features_TD = x_TD if self.mlp is None else self.mlp(x_TD)
@@ -113,7 +115,14 @@ class TopAny(Router):
             gates_TE = gates_TE + first_TE
         features_TD = features_TD.detach()
         return TopAnyRouting(
-            mask_TE, gates_TE, active_E, features_TD, similarity_TE, hard_TE, vectors_ED, threshold_E
+            mask_TE,
+            gates_TE,
+            active_E,
+            features_TD,
+            similarity_TE,
+            hard_TE,
+            vectors_ED,
+            threshold_E,
         )
 
     def aim(self, slot: int, direction_D: Tensor) -> None:

@@ -77,8 +77,8 @@ class TopK(SoftmaxRouter):
             spread_TE = F.softplus(F.linear(input_TD, self.noise_weight.to(x_TD)))
             logits_TE = logits_TE + torch.randn_like(spread_TE) * spread_TE
         probs_TE = logits_TE.softmax(1)
-        if self.training and self.estimator == "sparsemixer":
-            mask_TE, gates_TE = sparsemixer(logits_TE, self.k, self.jitter)
+        if self.estimator == "sparsemixer":
+            mask_TE, gates_TE = sparsemixer(logits_TE, self.k, self.jitter, draw=self.training)
         else:
             mask_TE = self._largest(probs_TE.detach(), active_E)
             gates_TE = probs_TE * mask_TE
@@ -86,20 +86,30 @@ class TopK(SoftmaxRouter):
                 gates_TE = renormalize(gates_TE)
         return SoftmaxRouting(mask_TE, gates_TE, active_E, x_TD.detach(), logits_TE, probs_TE)
 
+    def aim(self, slot: int, direction_D: Tensor) -> None:
+        """A new expert: its routing vector points in `direction_D`; no noise, no bias."""
+        super().aim(slot, direction_D)
+        with torch.no_grad():
+            self.balance_bias_E[slot] = 0.0
+            if self.noise_weight is not None:
+                self.noise_weight[slot] = 0.0
+
     def _largest(self, probs_TE: Tensor, active_E: Tensor) -> Tensor:
         selection_TE = (probs_TE + self.balance_bias_E).masked_fill(~active_E, -torch.inf)
         kept_TK = selection_TE.topk(self.k, dim=1).indices
         return torch.zeros_like(probs_TE, dtype=torch.bool).scatter_(1, kept_TK, True) & active_E
 
 
-def sparsemixer(logits_TE: Tensor, k: int, jitter: float) -> tuple[Tensor, Tensor]:
+def sparsemixer(logits_TE: Tensor, k: int, jitter: float, draw: bool) -> tuple[Tensor, Tensor]:
     """Draws k experts without replacement, with a gradient of the draw.
 
     Each draw is from the softmax over the experts not drawn yet and, where `jitter` > 0, within
-    2 * jitter (relative) of the best one. The gate is the drawn expert's probability; where the
-    draw is not the most probable expert, it is scaled by 1/3 with probability 3/4 (Heun's
-    third-order method, arXiv 2310.00811 section 3.3), and its gradient with respect to the logits
-    is that of the unscaled probability.
+    2 * jitter (relative) of the best one; without `draw` (in evaluation) the most probable one is
+    taken, with the same gates: p1, then p2 / (1 - p1).
+
+    The gate is the drawn expert's probability; where the draw is not the most probable expert, it
+    is scaled by 1/3 with probability 3/4 (Heun's third-order method, arXiv 2310.00811 section
+    3.3), and its gradient with respect to the logits is that of the unscaled probability.
 
     Returns:
         mask_TE (bool) and gates_TE.
@@ -117,7 +127,7 @@ def sparsemixer(logits_TE: Tensor, k: int, jitter: float) -> tuple[Tensor, Tenso
             far_TE = gap_TE > 2 * jitter * open_TE.detach().abs().maximum(best_T1.abs())
             open_TE = open_TE.masked_fill(far_TE, -torch.inf)
         probs_TE = open_TE.softmax(1)
-        noise_TE = torch.empty_like(probs_TE).exponential_()
+        noise_TE = torch.empty_like(probs_TE).exponential_() if draw else 1.0
         drawn_T1 = (probs_TE.detach() / noise_TE).argmax(1, keepdim=True)
         gate_T1 = probs_TE.gather(1, drawn_T1)
         is_best_T1 = drawn_T1 == probs_TE.argmax(1, keepdim=True)

@@ -1,0 +1,1 @@
+"""The MoE block against naive transcriptions of the methods' equations."""

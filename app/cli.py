@@ -23,9 +23,15 @@ from data.errors import DataError
 
 from . import models, moe, tasks
 from .config_errors import explain, root_cause
-from .config_files import expand
+from .config_files import expand, with_run_config
 from .errors import ConfigError
-from .run_folder import RunConfig, find_run_version, newest_checkpoint
+from .run_folder import (
+    RunConfig,
+    check_checkpoint,
+    find_run_version,
+    newest_checkpoint,
+    other_model,
+)
 
 # Importing these packages lets a config name their classes without the full path.
 PLUGINS = (models, moe, tasks, callbacks, data)
@@ -96,15 +102,20 @@ class App(LightningCLI):
         )
         parser.add_lightning_class_args(callbacks.RoutingMonitor, "monitor")
 
+    def _parse_ckpt_path(self) -> None:
+        # Lightning would look for hyperparameters in the checkpoint here; ours holds the config.
+        pass
+
     def before_instantiate_classes(self) -> None:
         """Resolves `--ckpt_path last` and the folder in which a resumed run goes on."""
         config = self.config[self.subcommand]
+        config.base = None  # its files have been read
         folder = Path(config.runs) / config.name
         if config.get("ckpt_path") == "last":
             config.ckpt_path = str(newest_checkpoint(folder))
         path = config.get("ckpt_path")
-        if path and not Path(path).is_file():
-            raise ConfigError(f"ckpt_path: there is no checkpoint {path}")
+        if path:
+            check_checkpoint(Path(path))
         self.version = find_run_version(folder, path) if path and self.subcommand == "fit" else None
 
     def instantiate_classes(self) -> None:
@@ -113,6 +124,20 @@ class App(LightningCLI):
             super().instantiate_classes()
         except (ValueError, MisconfigurationException) as error:
             raise ConfigError(" ".join(str(root_cause(error)).split())) from error
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        try:
+            super()._run_subcommand(subcommand)
+        except RuntimeError as error:
+            config = self.config[subcommand]
+            if "loading state_dict" not in str(error) or not config.get("ckpt_path"):
+                raise
+            raise other_model(Path(config.ckpt_path), self.config_text(), error) from error
+
+    def config_text(self) -> str:
+        """The resolved config, as YAML."""
+        parser = self._parser(self.subcommand)
+        return parser.dump(self.config[self.subcommand], skip_none=False)
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """A trainer that logs to the run folder."""
@@ -146,9 +171,11 @@ def _with_callbacks(trainer: L.Trainer, extra: list[L.Callback]) -> L.Trainer:
     return trainer
 
 
-DESCRIPTION = """Train Mixture-of-Experts models: DynMoE, TC-MoE, Default MoE and their baselines.
-
-Start with: python -m app fit --config configs/quickstart.yaml"""
+DESCRIPTION = (
+    "Train Mixture-of-Experts models: DynMoE, TC-MoE, Default MoE and their baselines. "
+    "Start with: python -m app fit --config configs/quickstart.yaml. Beside the subcommands below "
+    "there are: " + "; ".join(f"{name}: {what}" for name, (_, what) in OWN_COMMANDS.items()) + "."
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -158,7 +185,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         if argv and argv[0] in OWN_COMMANDS:
             return importlib.import_module(OWN_COMMANDS[argv[0]][0]).main(argv[1:])
-        App(expand(argv))
+        App(expand(with_run_config(argv)))
     except (ConfigError, DataError, MisconfigurationException) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

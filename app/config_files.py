@@ -40,6 +40,18 @@ def expand(argv: Sequence[str]) -> list[str]:
     return expanded
 
 
+def with_run_config(argv: Sequence[str]) -> list[str]:
+    """Adds the config.yaml of the run that a `--ckpt_path FILE` belongs to, if none is given."""
+    argv = list(argv)
+    flags = [argument.partition("=")[0] for argument in argv]
+    if "--ckpt_path" not in flags or {"--config", "-c"} & set(flags):
+        return argv
+    at = flags.index("--ckpt_path")
+    path = argv[at].partition("=")[2] or "".join(argv[at + 1 : at + 2])
+    config = Path(path).parent.parent / "config.yaml"
+    return [argv[0], "--config", str(config), *argv[1:]] if config.is_file() else argv
+
+
 def _first_config(argv: list[str]) -> int | None:
     return argv.index("--config") if "--config" in argv else None
 

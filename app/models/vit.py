@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal
 
+import timm
 import timm.models.vision_transformer as timm_vit
-from torch import nn
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from ..moe import MoEBlock
+from ..moe.slots import upcycle
 
 
 class VisionTransformer(timm_vit.VisionTransformer):
@@ -31,9 +36,14 @@ class VisionTransformer(timm_vit.VisionTransformer):
         pool: `token` reads the class token, `avg` averages the patches (no class token then).
         moe: the MoE block; called with (dim, hidden).
         moe_blocks: which blocks' MLPs are replaced, counted from 0; [] for a dense network.
+        pretrained: weights to start from: a local file (.safetensors, or a state dict saved by
+            torch) or the name of a timm model to download. Experts start as copies of the MLP that
+            they replace (sparse upcycling); position and patch embeddings are resampled where the
+            sizes differ, a head of another number of classes is left out.
 
     Raises:
-        ValueError: for sizes that do not fit together or a block number out of range.
+        ValueError: for sizes that do not fit together, a block number out of range, or pretrained
+            weights that are missing, damaged or of another architecture.
     """
 
     def __init__(
@@ -51,6 +61,7 @@ class VisionTransformer(timm_vit.VisionTransformer):
         pool: Literal["token", "avg"] = "token",
         moe: Callable[[int, int], nn.Module] = MoEBlock,
         moe_blocks: list[int] | tuple[int, ...] = (8, 10),
+        pretrained: str | None = None,
     ) -> None:
         if image_size % patch_size:
             raise ValueError(
@@ -77,3 +88,71 @@ class VisionTransformer(timm_vit.VisionTransformer):
         )
         for index in sorted(set(moe_blocks)):
             self.blocks[index].mlp = moe(dim, int(dim * mlp_ratio))
+        if pretrained is not None:
+            self._start_from(pretrained)
+
+    def _start_from(self, pretrained: str) -> None:
+        weights = timm_vit.checkpoint_filter_fn(read_weights(pretrained), self)
+        for index, block in enumerate(self.blocks):
+            if _is_moe(block):
+                mlp = {
+                    ours: weights.pop(f"blocks.{index}.mlp.{theirs}", None)
+                    for ours, theirs in MLP_NAMES.items()
+                }
+                if any(value is None for value in mlp.values()):
+                    raise ValueError(f"pretrained: {pretrained} has no MLP in block {index}")
+                upcycle(block.mlp, mlp)
+        own = self.state_dict()
+        if "head.weight" in weights and weights["head.weight"].shape != own["head.weight"].shape:
+            weights = {k: v for k, v in weights.items() if not k.startswith("head.")}
+        optional = tuple(f"blocks.{i}.mlp" for i, b in enumerate(self.blocks) if _is_moe(b))
+        missing = [k for k in own if k not in weights and not k.startswith(("head.", *optional))]
+        wrong = [k for k, v in weights.items() if k not in own or v.shape != own[k].shape]
+        if missing or wrong:
+            raise ValueError(
+                f"pretrained: {pretrained} is of another architecture; it lacks "
+                f"{missing[:3] or 'nothing'} and does not fit in {wrong[:3] or 'nothing'}"
+            )
+        self.load_state_dict(weights, strict=False)
+
+
+MLP_NAMES = {
+    "up": "fc1.weight",
+    "up_bias": "fc1.bias",
+    "down": "fc2.weight",
+    "down_bias": "fc2.bias",
+}
+"""Parameters of an expert, and what they are called in timm's MLP."""
+
+
+def _is_moe(block: nn.Module) -> bool:
+    return isinstance(block.mlp, MoEBlock)
+
+
+def read_weights(source: str) -> dict[str, Tensor]:
+    """A state dict from a local file, or else from timm's model of that name.
+
+    Raises:
+        ValueError: if there is neither, or the file is damaged.
+    """
+    path = Path(source)
+    if not path.exists():
+        if not timm.is_model(source.split(".")[0]):
+            raise ValueError(f"pretrained: there is neither a file nor a timm model {source}")
+        try:
+            return timm.create_model(source, pretrained=True).state_dict()
+        except Exception as error:  # whatever a failed download raises
+            raise ValueError(
+                f"pretrained: the weights of {source} could not be downloaded ({error}); save them "
+                "to a file where there is a network and give its path"
+            ) from error
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        weights = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # bytes that are no state dict make the readers raise anything
+        raise ValueError(f"pretrained: {source} is damaged or holds no weights") from error
+    weights = weights.get("state_dict", weights) if isinstance(weights, dict) else {}
+    if not weights or not all(isinstance(value, Tensor) for value in weights.values()):
+        raise ValueError(f"pretrained: {source} holds no state dict")
+    return weights

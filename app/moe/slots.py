@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,26 @@ def write_expert(block: MoEBlock, slot: int, weights: dict[str, Tensor]) -> None
     """Writes one expert's weights into a slot."""
     for name, parameter in block.experts.named_parameters():
         parameter[slot] = weights[name].to(parameter)
+
+
+@torch.no_grad()
+def upcycle(block: MoEBlock, weights: Mapping[str, Tensor]) -> None:
+    """Makes every slot a copy of one feed-forward layer (sparse upcycling, arXiv 2212.05055).
+
+    Args:
+        weights: that layer's weights, by the parameter names of the block's experts.
+
+    Raises:
+        ValueError: if they are not of an expert's shape.
+    """
+    for name, parameter in block.experts.named_parameters():
+        given = weights[name].shape
+        if given != parameter.shape[1:]:
+            raise ValueError(
+                f"the pretrained layer's {name} is {tuple(given)}, an expert's is "
+                f"{tuple(parameter.shape[1:])}; upcycling needs equal widths (expert_ratio: 1)"
+            )
+        parameter.copy_(weights[name].expand_as(parameter))
 
 
 def _row_states(optimizer: Optimizer, parameter: nn.Parameter) -> Iterator[tuple[str, Tensor]]:

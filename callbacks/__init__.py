@@ -2,6 +2,7 @@
 
 from .adaptive_experts import AdaptiveExperts
 from .balance import LossFreeBalance
+from .checkpoint import Checkpoint
 from .default_vectors import DefaultVectors
 from .progress import ProgressBar
 from .random_state import RandomState
@@ -10,6 +11,7 @@ from .tables import MetricsTable, PredictionTable
 
 __all__ = [
     "AdaptiveExperts",
+    "Checkpoint",
     "DefaultVectors",
     "LossFreeBalance",
     "MetricsTable",

@@ -1,68 +1,30 @@
-"""Routing statistics in TensorBoard."""
+"""Routing statistics and active FLOPs in TensorBoard."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
 import torch
 from torch import Tensor
 
-from app.moe import MoEBlock, Routing, moe_blocks
+from app.flops import FlopMeter
+from app.moe import MoEBlock, moe_blocks
 
+from .balance import LossFreeBalance
 from .common import for_checkpoint, from_checkpoint, sum_over_ranks, widest_float
-
-
-class RoutingStatistics:
-    """Sums of what one layer's router did, kept on the device until they are read.
-
-    Args:
-        slots: number E of expert slots.
-        device: where the routings live.
-    """
-
-    def __init__(self, slots: int, device: torch.device) -> None:
-        # tokens, pairs, unrouted tokens, entropy; then the load of every slot
-        self.totals = torch.zeros(4 + slots, dtype=widest_float(device), device=device)
-
-    @torch.no_grad()
-    def add(self, routing: Routing) -> None:
-        """Counts one batch."""
-        tokens = len(routing.mask_TE)
-        load_E = routing.mask_TE.sum(0)
-        self.totals[0] += tokens
-        self.totals[1] += load_E.sum()
-        self.totals[2] += routing.unrouted_T().sum()
-        self.totals[3] += torch.special.entr(routing.distribution_TR().detach()).sum()
-        self.totals[4:] += load_E
-
-    def read(self, active_E: Tensor) -> dict[str, float]:
-        """Statistics over all processes; {} before the first token.
-
-        Returns:
-            active_experts, experts_per_token, unrouted_fraction, router_entropy (nats, mean over
-            tokens of the entropy of the router's distribution), load_cv (standard deviation over
-            mean of the active experts' loads) and load_max (largest over mean).
-        """
-        sum_over_ranks(self.totals)
-        totals, active_E = self.totals.cpu(), active_E.cpu()
-        tokens, pairs, unrouted, entropy = totals[:4].tolist()
-        if not tokens:
-            return {}
-        load = totals[4:][active_E]
-        mean = load.mean().clamp_min(1e-12)
-        return {
-            "active_experts": float(active_E.sum()),
-            "experts_per_token": pairs / tokens,
-            "unrouted_fraction": unrouted / tokens,
-            "router_entropy": entropy / tokens,
-            "load_cv": float(load.std(correction=0) / mean),
-            "load_max": float(load.max() / mean),
-        }
+from .routing_statistics import batch_sums, bias_statistics, statistics, vector_statistics
 
 
 class RoutingMonitor(L.Callback):
-    """Logs `routing/<layer>/<statistic>` in training and `val_routing/<layer>/<statistic>`.
+    """Logs what the routing did and what it cost, over all processes.
+
+    `routing/<layer>/<statistic>` in training and `val_routing/<layer>/<statistic>` of each
+    validation, as `routing_statistics` defines them; those of default vectors, and the biases of
+    LossFreeBalance, in training only. `compute/gflops_per_image` or `compute/gflops_per_token`,
+    `val_compute/` in validation: forward GFLOPs of the whole network from what was really executed
+    (see app/flops.py), of a dense network as well.
 
     Args:
         every_n_steps: interval of the training statistics, in optimizer steps; each covers all
@@ -74,16 +36,26 @@ class RoutingMonitor(L.Callback):
             raise ValueError(f"every_n_steps must be at least 1, got {every_n_steps}")
         self.every_n_steps = every_n_steps
         self.blocks: dict[str, MoEBlock] = {}
-        self._sums: dict[str, RoutingStatistics] = {}
+        self.meter: FlopMeter | None = None
+        self._biased = False
+        self._sums: dict[str, Tensor] = {}  # by "<prefix>/<layer>/<sum>"
+        self._vectors: dict[str, Tensor] = {}  # default vectors when last logged, by layer
         self._logged_step = 0
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self.blocks = moe_blocks(pl_module)
+        self._biased = any(isinstance(each, LossFreeBalance) for each in trainer.callbacks)
+        self.teardown(trainer, pl_module, stage)
+        self.meter = FlopMeter(pl_module.network)
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if self.meter is not None:
+            self.meter.remove()
+            self.meter = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        device = pl_module.device
-        for sums in self._sums.values():  # a checkpoint is read to the CPU
-            sums.totals = sums.totals.to(device, widest_float(device))
+        device = pl_module.device  # a checkpoint is read to the CPU
+        self._sums = {k: v.to(device, widest_float(device)) for k, v in self._sums.items()}
 
     def on_train_batch_end(
         self,
@@ -93,14 +65,14 @@ class RoutingMonitor(L.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        self._add("routing")
+        self._add("")
         step = trainer.global_step
         if step != self._logged_step and step % self.every_n_steps == 0:
             self._logged_step = step
-            self._log(trainer, "routing")
+            self._log(trainer, "", self._training_statistics)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._drop("val_routing")
+        self._sums = {k: v for k, v in self._sums.items() if not k.startswith("val_")}
 
     def on_validation_batch_end(
         self,
@@ -112,42 +84,71 @@ class RoutingMonitor(L.Callback):
         dataloader_idx: int = 0,
     ) -> None:
         if not trainer.sanity_checking:
-            self._add("val_routing")
+            self._add("val_")
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.sanity_checking:
-            self._log(trainer, "val_routing")
+            self._log(trainer, "val_", lambda name, sums: statistics(sums, self.blocks[name]))
 
-    def _add(self, prefix: str) -> None:
+    def _add(self, split: str) -> None:
+        """Adds the last batch to the sums of training (`split` "") or validation ("val_")."""
+        units, flops = self.meter.fixed()
+        device = self.meter.device
+        new = {
+            "compute/units": torch.full((), units, dtype=widest_float(device), device=device),
+            "compute/flops": torch.full((), flops, dtype=widest_float(device), device=device),
+        }
         for name, block in self.blocks.items():
-            if block.routing is not None:
-                key = f"{prefix}/{name}"
-                if key not in self._sums:
-                    device = block.routing.mask_TE.device
-                    self._sums[key] = RoutingStatistics(block.slots, device)
-                self._sums[key].add(block.routing)
+            new |= {f"routing/{name}/{key}": value for key, value in batch_sums(block).items()}
+        for key, value in new.items():
+            old = self._sums.get(split + key)
+            self._sums[split + key] = value if old is None else old + value
 
-    def _log(self, trainer: L.Trainer, prefix: str) -> None:
-        metrics = {}
+    def _log(
+        self,
+        trainer: L.Trainer,
+        split: str,
+        layer_statistics: Callable[[str, dict[str, Tensor]], dict[str, float]],
+    ) -> None:
+        compute = self._read(f"{split}compute/")
+        if not compute:
+            return
+        flops, metrics = float(compute["flops"]), {}
         for name, block in self.blocks.items():
-            sums = self._sums.pop(f"{prefix}/{name}", None)
-            if sums is not None:
-                values = sums.read(block.active_E)
-                metrics |= {f"{prefix}/{name}/{key}": value for key, value in values.items()}
-        for logger in trainer.loggers if metrics else ():
+            sums = self._read(f"{split}routing/{name}/")
+            flops += float(sums["pairs"]) * block.experts.flops_per_pair()
+            values = layer_statistics(name, sums)
+            metrics |= {f"{split}routing/{name}/{key}": value for key, value in values.items()}
+        per_unit = flops / max(float(compute["units"]), 1.0)
+        metrics[f"{split}compute/gflops_per_{self.meter.unit}"] = per_unit / 1e9
+        for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step)
 
-    def _drop(self, prefix: str) -> None:
-        self._sums = {k: v for k, v in self._sums.items() if not k.startswith(f"{prefix}/")}
+    def _read(self, prefix: str) -> dict[str, Tensor]:
+        """Takes the sums under a prefix out, added up over all processes, to the CPU."""
+        keys = [key for key in self._sums if key.startswith(prefix)]
+        sums = {key.removeprefix(prefix): self._sums.pop(key) for key in keys}
+        sum_over_ranks(*sums.values())
+        return {name: value.cpu() for name, value in sums.items()}
+
+    def _training_statistics(self, name: str, sums: dict[str, Tensor]) -> dict[str, float]:
+        block = self.blocks[name]
+        values = statistics(sums, block)
+        if block.default_vectors != "none":
+            values |= vector_statistics(sums, block, self._vectors.get(name))
+            self._vectors[name] = block.default_ED.detach().clone()
+        if self._biased:
+            values |= bias_statistics(block)
+        return values
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "sums": {key: for_checkpoint(sums.totals)[0] for key, sums in self._sums.items()},
+            "sums": {key: for_checkpoint(value)[0] for key, value in self._sums.items()},
+            "vectors": dict(self._vectors),
             "logged_step": self._logged_step,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._logged_step = state["logged_step"]
-        for key, totals in state["sums"].items():
-            self._sums[key] = RoutingStatistics(len(totals) - 4, totals.device)
-            self._sums[key].totals = from_checkpoint(totals)[0]
+        self._sums = {key: from_checkpoint(value)[0] for key, value in state["sums"].items()}
+        self._vectors = dict(state.get("vectors", {}))

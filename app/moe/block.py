@@ -156,6 +156,12 @@ class MoEBlock(nn.Module):
             return self.lookahead(self.output_sums)
         return self.default_ED
 
+    def flops_per_token(self) -> int:
+        """Forward FLOPs of one token besides its routed pairs (a multiply-add counts 2)."""
+        shared = 0 if self.shared is None else self.shared.flops_per_pair()
+        defaults = 0 if self.default_vectors == "none" else 2 * self.slots * self.dim
+        return self.router.flops_per_token() + shared + defaults
+
     @torch.no_grad()
     def activate(self, slot: int) -> None:
         """Marks a slot as an expert. It starts with no default vector."""

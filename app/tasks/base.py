@@ -69,6 +69,17 @@ class MoETask(L.LightningModule):
                     raise ValueError(f"losses: {error}; {name} has a {router} router") from None
         block.router.train(training)
 
+    def on_train_start(self) -> None:
+        """Lets fused optimizers go with gradient clipping in mixed precision.
+
+        Inside its step, where clipping comes too late, a fused optimizer would unscale the
+        gradients itself; Lightning refuses the pair, also in bfloat16, where nothing is scaled.
+        Without this mark the scaler unscales them first, as for any other optimizer.
+        """
+        if self.trainer.gradient_clip_val:
+            for optimizer in self.trainer.optimizers:
+                optimizer._step_supports_amp_scaling = False
+
     def auxiliary_loss(self, batch_idx: int) -> Tensor:
         """Weighted sum of the auxiliary losses of the last forward pass; logs each."""
         total = torch.zeros((), device=self.device)
@@ -93,7 +104,7 @@ class MoETask(L.LightningModule):
             dist.all_reduce(load_E)
         if self.balance_over == "step":
             if batch_idx % self.trainer.accumulate_grad_batches:
-                load_E = load_E + self._step_load[name]
+                load_E = load_E + self._step_load.get(name, 0.0)
             self._step_load[name] = load_E
         return load_E
 

@@ -102,7 +102,8 @@ def test_one_process_writes_the_tables(adaptive_pair):
         assert float(a["val/accuracy"]) == pytest.approx(float(b["val/accuracy"]), abs=0.006)
     alone, shared = read_scalars(one), read_scalars(two)
     tags = {tag for tag in alone if "routing/" in tag or tag.startswith("experts/")}
-    assert len(tags) == 2 * (2 * 6 + 4) and tags <= set(shared)
+    assert {"compute/gflops_per_image", "val_compute/gflops_per_image"} <= set(alone)
+    assert len(tags) == 2 * (2 * 11 + 4) and tags <= set(shared)
     for tag in tags:
         assert [step for step, _ in alone[tag]] == [step for step, _ in shared[tag]]
         values = [value for _, value in alone[tag]]

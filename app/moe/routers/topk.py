@@ -94,6 +94,10 @@ class TopK(SoftmaxRouter):
             if self.noise_weight is not None:
                 self.noise_weight[slot] = 0.0
 
+    def flops_per_token(self) -> int:
+        noise = self.training and self.noise_weight is not None
+        return super().flops_per_token() + (2 * self.noise_weight.numel() if noise else 0)
+
     def _largest(self, probs_TE: Tensor, active_E: Tensor) -> Tensor:
         selection_TE = (probs_TE + self.balance_bias_E).masked_fill(~active_E, -torch.inf)
         kept_TK = selection_TE.topk(self.k, dim=1).indices

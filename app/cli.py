@@ -38,6 +38,7 @@ PLUGINS = (models, moe, tasks, callbacks, data)
 
 OWN_COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("app.generate", "continue a text with a trained language model"),
+    "evaluate": ("app.lm_eval_adapter", "run tasks of the lm-evaluation-harness on a checkpoint"),
 }
 """Our own subcommands: name -> (module with `main(argv) -> int`, what it does)."""
 
@@ -91,7 +92,7 @@ class App(LightningCLI):
             default=None,
             help="Config files that a config file builds on, relative to it.",
         )
-        parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
+        parser.add_lightning_class_args(callbacks.Checkpoint, "checkpoint")
         parser.set_defaults(
             {
                 "checkpoint.save_top_k": 0,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -18,6 +17,7 @@ from omegaconf import OmegaConf
 from data.errors import DataError
 from data.tokenizers import StreamDecoder, Tokenizer, tokenizer_from_state
 
+from .arguments import find_device, number, write_json
 from .errors import ConfigError
 from .models.sampling import generate
 from .tasks.language_modeling import LanguageModeling
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
         task = load_task(options.ckpt_path)
         result = _run(task, options)
         if options.json:
-            _write_json(options.json, result)
+            write_json(options.json, result)
     except (ConfigError, DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -108,7 +108,7 @@ def _build(path: str | Path, config: str) -> LanguageModeling:
 
 
 def _run(task: LanguageModeling, options: argparse.Namespace) -> dict[str, Any]:
-    tokenizer, device = task.tokenizer, _device(options.device)
+    tokenizer, device = task.tokenizer, find_device(options.device)
     task.to(device)
     # A text has to start somewhere: without a prompt, at the start of a line.
     prompt = tokenizer.encode(options.prompt or "\n").tolist()
@@ -168,23 +168,6 @@ def _show(text: str) -> None:
     print(text, end="", flush=True)
 
 
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError, ValueError) as error:
-        raise ConfigError(f"device: {name!r} is not available here; try auto or cpu") from error
-
-
-def _write_json(path: Path, result: dict[str, Any]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"json: cannot write {path} ({error})") from error
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m app generate",
@@ -194,25 +177,11 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--ckpt_path", required=True, type=Path, help="checkpoint of a language model")
     add("--prompt", default="", help="text to continue; without it, a new line")
-    add("--max_tokens", type=_number(int, 1), default=200, help="tokens to generate at most")
-    add("--temperature", type=_number(float, 0), default=0.8, help="0 takes the likeliest token")
-    add("--top_k", type=_number(int, 1), help="sample among so many likeliest tokens")
-    add("--top_p", type=_number(float, 0, 1), help="sample among tokens of so much probability")
-    add("--seed", type=_number(int, 0), default=0, help="of the sampling")
+    add("--max_tokens", type=number(int, 1), default=200, help="tokens to generate at most")
+    add("--temperature", type=number(float, 0), default=0.8, help="0 takes the likeliest token")
+    add("--top_k", type=number(int, 1), help="sample among so many likeliest tokens")
+    add("--top_p", type=number(float, 0, 1), help="sample among tokens of so much probability")
+    add("--seed", type=number(int, 0), default=0, help="of the sampling")
     add("--device", default="auto", help="cpu, cuda, or auto for a GPU where there is one")
     add("--json", type=Path, metavar="FILE", help="also write the text and figures to this file")
     return parser
-
-
-def _number(kind: type, low: float, high: float = float("inf")) -> Any:
-    """An argparse type: a number from `low` to `high`."""
-
-    def parse(text: str) -> float:
-        value = kind(text)
-        if not low <= value <= high:
-            limit = f"at least {low}" if high == float("inf") else f"between {low} and {high}"
-            raise argparse.ArgumentTypeError(f"must be {limit}, got {text}")
-        return value
-
-    parse.__name__ = kind.__name__  # argparse names it where the text is no number
-    return parse

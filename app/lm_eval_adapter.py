@@ -10,7 +10,6 @@ Shape legend: B batch, S sequence, V vocabulary.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import sys
 from collections.abc import Iterator, Sequence
@@ -23,6 +22,7 @@ from torch import Tensor
 from data.errors import DataError
 from data.tokenizers import StreamDecoder
 
+from .arguments import find_device, number, write_json
 from .errors import ConfigError
 from .generate import load_task
 from .models.sampling import generate
@@ -189,10 +189,11 @@ def main(argv: Sequence[str]) -> int:
     try:
         if LM is object:
             raise ConfigError("evaluate needs the lm-eval package: pip install -e .[eval]")
-        lm = CheckpointLM(load_task(options.ckpt_path).to(options.device), options.batch_size)
+        device = find_device(options.device)
+        lm = CheckpointLM(load_task(options.ckpt_path).to(device), options.batch_size)
         results = _evaluate(lm, options)
         if options.json:
-            _write_json(options.json, str(options.ckpt_path), results)
+            write_json(options.json, {"ckpt_path": str(options.ckpt_path)} | _plain(results))
     except (ConfigError, DataError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -249,15 +250,10 @@ def _task_manager(names: list[str], include_path: Path | None) -> Any:
     return manager
 
 
-def _write_json(path: Path, ckpt_path: str, results: dict[str, Any]) -> None:
-    keys = ("results", "groups", "versions", "n-shot", "n-samples", "higher_is_better")
-    content = {"ckpt_path": ckpt_path} | {key: results[key] for key in keys if key in results}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(content, indent=2, ensure_ascii=False, default=str)
-        path.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"json: cannot write {path} ({error})") from error
+def _plain(results: dict[str, Any]) -> dict[str, Any]:
+    """What of the harness's results a file keeps; a standard error that it has not is a text."""
+    kept = ("results", "groups", "versions", "n-shot", "n-samples", "higher_is_better")
+    return {key: results[key] for key in kept if key in results}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -270,10 +266,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--ckpt_path", required=True, type=Path, help="checkpoint of a language model")
     add("--tasks", required=True, help="names of tasks or groups, with commas between")
     add("--include_path", type=Path, metavar="DIR", help="folder of your own task files")
-    add("--num_fewshot", type=int, help="worked examples in the prompt; default: the task's own")
-    add("--limit", type=int, help="examples of each task at most, for a quick look")
-    add("--batch_size", type=int, default=8, help="sequences in one forward pass")
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    add("--device", default=default, help="where to compute: cpu, cuda, cuda:1 ...")
+    add("--num_fewshot", type=number(int, 0), help="worked examples, in place of the task's own")
+    add("--limit", type=number(int, 1), help="examples of each task at most, for a quick look")
+    add("--batch_size", type=number(int, 1), default=8, help="sequences in one forward pass")
+    add("--device", default="auto", help="cpu, cuda, or auto for a GPU where there is one")
     add("--json", type=Path, metavar="FILE", help="also write the results to this file")
     return parser

@@ -18,6 +18,11 @@ from .errors import ConfigError
 class RunConfig(SaveConfigCallback):
     """Writes config.yaml into the run folder and the same text into every checkpoint."""
 
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        # Evaluation has no run folder: Lightning would write into the working directory.
+        if stage == "fit" and trainer.loggers:
+            super().setup(trainer, pl_module, stage)
+
     def on_save_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
     ) -> None:

@@ -1,0 +1,55 @@
+"""What our own subcommands share: kinds of arguments, devices, output files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .errors import ConfigError
+
+
+def number(kind: type, low: float, high: float = float("inf")) -> Callable[[str], float]:
+    """An argparse type: a number of this kind from `low` to `high`."""
+
+    def parse(text: str) -> float:
+        value = kind(text)
+        if not low <= value <= high:
+            limit = f"at least {low}" if high == float("inf") else f"between {low} and {high}"
+            raise argparse.ArgumentTypeError(f"must be {limit}, got {text}")
+        return value
+
+    parse.__name__ = kind.__name__  # argparse names it where the text is no number
+    return parse
+
+
+def find_device(name: str) -> torch.device:
+    """The device of a name; `auto` is a GPU where there is one.
+
+    Raises:
+        ConfigError: for a device that this machine doesn't have.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError, ValueError) as error:
+        raise ConfigError(f"device: {name!r} is not available here; try auto or cpu") from error
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Writes what `--json FILE` asks for, with the folders above it.
+
+    Raises:
+        ConfigError: if the file can't be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(content, indent=2, ensure_ascii=False)
+        path.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"json: cannot write {path} ({error})") from error

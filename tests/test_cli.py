@@ -1,11 +1,15 @@
 """The command line: runs end to end on embedded data, and mistakes cost one clear line."""
 
 import csv
+import io
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
+from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from app.cli import main
@@ -222,3 +226,49 @@ def test_help_and_print_config(capsys):
     assert status("fit", "--config", config, "--print_config") == 0
     printed = yaml.safe_load(capsys.readouterr().out)
     assert printed["model"]["init_args"]["network"]["class_path"] == "app.models.VisionTransformer"
+
+
+def png(value: int = 0) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (32, 32), (value, 100, 50)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def parquet(folder: Path, labels: list[int]) -> None:
+    """CIFAR-10 in Hugging Face's layout, an image for each label."""
+    folder.mkdir()
+    images = [{"bytes": png(label % 256), "path": None} for label in labels]
+    for split in ("train", "test"):
+        pq.write_table(pa.table({"img": images, "label": labels}), folder / f"{split}-0.parquet")
+
+
+def truncated(folder: Path) -> None:
+    parquet(folder, list(range(10)))
+    path = folder / "train-0.parquet"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def without_images(folder: Path) -> None:
+    for split in ("train", "test"):
+        (folder / split / "cat").mkdir(parents=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "data", "names"),
+    [
+        (truncated, "CIFAR10Data", "train-0.parquet"),
+        (without_images, "ImageFolderData", "images"),
+        (lambda folder: parquet(folder, [3, 10]), "CIFAR10Data", "label"),
+        (lambda folder: None, "ImageFolderData", "images"),
+    ],
+    ids=["truncated parquet", "folder without images", "label out of range", "missing path"],
+)
+def test_bad_images_cost_one_line(tmp_path, capsys, make, data, names):
+    folder = tmp_path / "images"
+    make(folder)
+    arguments = (f"--data=data.{data}", f"--data.root={folder}", "--data.batch_size=1")
+    config = "vision/cifar10_micro_topk2.yaml"
+    assert fit(tmp_path, *arguments, config=config) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert names in lines[0]

@@ -204,7 +204,5 @@ def _quiet_libraries() -> None:
         ".*Found .* module.* in eval mode.*",
     ):
         warnings.filterwarnings("ignore", message)
-    hint = logging.Filter()
-    hint.filter = lambda record: "litlogger" not in record.getMessage()
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch"):
-        logging.getLogger(name).addFilter(hint)
+        logging.getLogger(name).addFilter(lambda record: "litlogger" not in record.getMessage())

@@ -34,8 +34,8 @@ def expand(argv: Sequence[str]) -> list[str]:
         names += [Path(path).stem]
         if _read(Path(path)).get("name"):
             names = []
-    at = _first_config(expanded)
-    if names and at is not None:  # in front, so that everything else wins over it
+    if names:  # in front, so that everything else wins over it
+        at = expanded.index("--config")
         expanded[at:at] = ["--name", names[-1]]
     return expanded
 
@@ -50,10 +50,6 @@ def with_run_config(argv: Sequence[str]) -> list[str]:
     path = argv[at].partition("=")[2] or "".join(argv[at + 1 : at + 2])
     config = Path(path).parent.parent / "config.yaml"
     return [argv[0], "--config", str(config), *argv[1:]] if config.is_file() else argv
-
-
-def _first_config(argv: list[str]) -> int | None:
-    return argv.index("--config") if "--config" in argv else None
 
 
 def _with_bases(path: Path, above: tuple[Path, ...]) -> list[Path]:

@@ -5,13 +5,11 @@ vectors (Default MoE, arXiv 2504.12463): `python -m app.router_gradients --ckpt_
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, Literal
 
 import lightning as L
@@ -23,9 +21,11 @@ from torch import Tensor, nn
 
 from data.errors import DataError
 
+from .arguments import number, write_json
 from .errors import ConfigError
 from .moe import Dense, MoEBlock, moe_blocks
 from .moe.routers import SoftmaxRouter
+from .run_folder import check_checkpoint
 from .tasks import LanguageModeling
 
 Mixture = Literal["plain", "default", "dense"]
@@ -164,7 +164,7 @@ def main(argv: Sequence[str]) -> int:
     )
     add = parser.add_argument
     add("--ckpt_path", required=True, type=Path, help="checkpoint of `python -m app fit`")
-    add("--samples", type=int, default=256, help="validation images or texts to use at most")
+    add("--samples", type=number(int, 1), default=256, help="validation samples at most")
     add("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     options = parser.parse_args(list(argv))
     try:
@@ -174,9 +174,8 @@ def main(argv: Sequence[str]) -> int:
         batch = next(iter(data.val_dataloader()))
         cosines = router_gradient_cosines(task.network, _loss(task, batch, options.samples))
         if options.json:
-            figures = {name: asdict(each) for name, each in cosines.items()}
-            options.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    except (ConfigError, DataError, ValueError, OSError) as error:
+            write_json(options.json, {name: asdict(each) for name, each in cosines.items()})
+    except (ConfigError, DataError, ValueError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     print(f"{'layer':<12}{'plain':>9}{'default':>9}{'explained':>11}")
@@ -191,8 +190,7 @@ def load_run(path: Path) -> tuple[L.LightningModule, L.LightningDataModule]:
     Raises:
         ConfigError: no such file, or no checkpoint of `python -m app fit`.
     """
-    if not path.is_file():
-        raise ConfigError(f"ckpt_path: there is no checkpoint {path}")
+    check_checkpoint(path)
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(L.LightningModule, "model")
     parser.add_subclass_arguments(L.LightningDataModule, "data")
@@ -202,7 +200,7 @@ def load_run(path: Path) -> tuple[L.LightningModule, L.LightningDataModule]:
         parsed = parser.parse_object({key: config[key] for key in ("model", "data")})
         run = parser.instantiate_classes(parsed)
         run.model.load_state_dict(checkpoint["state_dict"])
-    except (ArgumentError, KeyError, RuntimeError, TypeError, UnpicklingError) as error:
+    except (ArgumentError, KeyError, RuntimeError, TypeError) as error:
         reason = str(error).strip().splitlines()[-1].strip()
         raise ConfigError(f"ckpt_path: {path} can't be loaded: {reason}") from error
     return run.model, run.data

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from datetime import timedelta
 
 import lightning as L
 from lightning.pytorch.callbacks import RichProgressBar
+
+SECONDS_BETWEEN_READS = 0.5
 
 
 class ProgressBar(RichProgressBar):
@@ -15,6 +18,7 @@ class ProgressBar(RichProgressBar):
     def __init__(self) -> None:
         super().__init__(leave=False)
         self._started = (0.0, 0)
+        self._read_at, self._read = -math.inf, {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
@@ -23,11 +27,16 @@ class ProgressBar(RichProgressBar):
     def get_metrics(
         self, trainer: L.Trainer, pl_module: L.LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:
+        # Reading a metric makes the host wait for the GPU: not after every step.
+        now = time.monotonic()
+        if trainer.training and now - self._read_at < SECONDS_BETWEEN_READS:
+            return self._read
         metrics = super().get_metrics(trainer, pl_module)
         metrics.pop("v_num", None)
         left = self._seconds_left(trainer, pl_module)
         if left is not None:
             metrics["left"] = str(timedelta(seconds=round(left)))
+        self._read_at, self._read = now, metrics
         return metrics
 
     def _seconds_left(self, trainer: L.Trainer, pl_module: L.LightningModule) -> float | None:

@@ -151,4 +151,4 @@ class RoutingMonitor(L.Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._logged_step = state["logged_step"]
         self._sums = {key: from_checkpoint(value)[0] for key, value in state["sums"].items()}
-        self._vectors = dict(state.get("vectors", {}))
+        self._vectors = dict(state["vectors"])

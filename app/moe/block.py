@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .experts import Experts, GeluExperts
@@ -138,9 +139,8 @@ class MoEBlock(nn.Module):
         return out_TD.to(x.dtype).reshape(x.shape)
 
     def _shared(self, x_TD: Tensor) -> Tensor:
-        token_T = torch.arange(len(x_TD), device=x_TD.device)
-        all_tokens = Pairs(torch.zeros_like(token_T), token_T, token_T.new_tensor([len(x_TD)]))
-        return self.shared(x_TD, all_tokens)
+        weights = (weight.squeeze(0) for weight in self.shared.parameters())
+        return self.shared.expert(F.linear, x_TD, *weights)
 
     def _sum_outputs(self, y_ND: Tensor, pairs: Pairs, routing: Routing) -> OutputSums:
         weight_N = torch.ones(len(y_ND), device=y_ND.device)

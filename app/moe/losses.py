@@ -44,9 +44,9 @@ def z_loss(routing: Routing) -> Tensor:
 
 def entropy(routing: Routing) -> Tensor:
     """Mean entropy of the router's distribution, which top-p routing keeps low (2403.07652)."""
-    probs_TE = _expect(routing, SoftmaxRouting, "entropy").probs_TE
-    tiny = torch.finfo(probs_TE.dtype).tiny  # p log p at p = 0 is 0, and its gradient finite
-    return -(probs_TE * probs_TE.clamp_min(tiny).log()).sum(1).mean()
+    probs_TR = _expect(routing, SoftmaxRouting, "entropy").distribution_TR()
+    tiny = torch.finfo(probs_TR.dtype).tiny  # p log p at p = 0 is 0, and its gradient finite
+    return -(probs_TR * probs_TR.clamp_min(tiny).log()).sum(1).mean()
 
 
 def diversity(routing: Routing) -> Tensor:

@@ -46,9 +46,14 @@ def upcycle(block: MoEBlock, weights: Mapping[str, Tensor]) -> None:
         weights: that layer's weights, by the parameter names of the block's experts.
 
     Raises:
-        ValueError: if they are not of an expert's shape.
+        ValueError: if they are not of an expert's kind and shape.
     """
     for name, parameter in block.experts.named_parameters():
+        if name not in weights:
+            raise ValueError(
+                f"the pretrained layer has no {name}, which {type(block.experts).__name__} need; "
+                "choose experts of its kind"
+            )
         given = weights[name].shape
         if given != parameter.shape[1:]:
             raise ValueError(

@@ -49,15 +49,15 @@ class MoETask(L.LightningModule):
         self.network = network
         self.optimizer, self.schedule, self.warmup = optimizer, schedule, warmup
         self.losses, self.balance_over = dict(losses or {}), balance_over
+        unknown = set(self.losses) - set(LOSSES)
+        if unknown:
+            raise ValueError(f"losses: no loss {min(unknown)!r}; there are {', '.join(LOSSES)}")
         self.blocks = moe_blocks(network)
         self._step_load: dict[str, Tensor] = {}
         for name, block in self.blocks.items():
             self._check_losses(name, block)
 
     def _check_losses(self, name: str, block: MoEBlock) -> None:
-        unknown = set(self.losses) - set(LOSSES)
-        if unknown:
-            raise ValueError(f"losses: no loss {min(unknown)!r}; there are {', '.join(LOSSES)}")
         training = block.router.training
         with torch.no_grad():
             routing = block.router.eval()(torch.zeros(1, block.dim), block.active_E)

@@ -101,7 +101,8 @@ class LanguageModeling(MoETask):
     def _start_clock(self) -> None:
         self._tokens, self._since = 0, time.perf_counter()
 
-    def on_train_epoch_start(self) -> None:
+    def on_train_start(self) -> None:  # a run resumed within an epoch has no epoch start
+        super().on_train_start()
         self._start_clock()
 
     def on_validation_end(self) -> None:

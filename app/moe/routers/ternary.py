@@ -43,10 +43,6 @@ class TernaryRouting(SoftmaxRouting):
         """p of all outputs, nulls included."""
         return self.logits_TR.softmax(1)
 
-    def unrouted_T(self) -> Tensor:
-        """Tokens that selected nulls only."""
-        return ~self.mask_TE.any(1)
-
     def default_weights_TE(self) -> Tensor:
         """sum over the levels *not* selected of level * p: what the dense mixture would add."""
         missing_TLE = self.level_probs_TLE.masked_fill(self.chosen_TLE, 0.0)

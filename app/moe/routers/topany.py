@@ -23,13 +23,11 @@ class TopAnyRouting(Routing):
         hard_gates_TE: 1 for a pair above its threshold and 0 elsewhere, with the straight-through
             gradient (before any evaluation fallback).
         vectors_ED: the routing vectors, with gradient.
-        thresholds_E: G.
     """
 
     similarity_TE: Tensor
     hard_gates_TE: Tensor
     vectors_ED: Tensor
-    thresholds_E: Tensor
 
     def unrouted_T(self) -> Tensor:
         """Tokens above no threshold, whether or not an evaluation fallback routes them."""
@@ -122,7 +120,6 @@ class TopAny(Router):
             similarity_TE,
             hard_TE,
             vectors_ED,
-            threshold_E,
         )
 
     def aim(self, slot: int, direction_D: Tensor) -> None:

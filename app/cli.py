@@ -22,12 +22,12 @@ import data
 from data.errors import DataError
 
 from . import models, moe, tasks
+from .checkpoints import read_checkpoint
 from .config_errors import explain, root_cause
 from .config_files import expand, with_run_config
 from .errors import ConfigError
 from .run_folder import (
     RunConfig,
-    check_checkpoint,
     find_run_version,
     newest_checkpoint,
     other_model,
@@ -38,6 +38,7 @@ PLUGINS = (models, moe, tasks, callbacks, data)
 
 OWN_COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("app.generate", "continue a text with a trained language model"),
+    "router_gradients": ("app.router_gradients", "compare router gradients with the dense mixture"),
     "evaluate": ("app.lm_eval_adapter", "run tasks of the lm-evaluation-harness on a checkpoint"),
 }
 """Our own subcommands: name -> (module with `main(argv) -> int`, what it does)."""
@@ -116,7 +117,7 @@ class App(LightningCLI):
             config.ckpt_path = str(newest_checkpoint(folder))
         path = config.get("ckpt_path")
         if path:
-            check_checkpoint(Path(path))
+            read_checkpoint(Path(path))
         self.version = find_run_version(folder, path) if path and self.subcommand == "fit" else None
 
     def instantiate_classes(self) -> None:

@@ -10,14 +10,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from jsonargparse import ArgumentError, ArgumentParser
-from omegaconf import OmegaConf
-
 from data.errors import DataError
 from data.tokenizers import StreamDecoder, Tokenizer, tokenizer_from_state
 
 from .arguments import find_device, number, write_json
+from .checkpoints import read_checkpoint, rebuild
 from .errors import ConfigError
 from .models.sampling import generate
 from .tasks.language_modeling import LanguageModeling
@@ -56,22 +53,15 @@ def load_task(path: str | Path) -> LanguageModeling:
             belong to the model.
         DataError: the tokenizer is damaged, or needs a library that is missing.
     """
-    checkpoint = _read(Path(path))
-    config, state = checkpoint.get("config"), checkpoint.get("tokenizer")
-    if config is None or state is None:
-        missing = "configuration" if config is None else "tokenizer"
+    path = Path(path)
+    checkpoint = read_checkpoint(path)
+    state = checkpoint.get("tokenizer")
+    if state is None:
         raise ConfigError(
-            f"ckpt_path: {path} carries no {missing}; give a checkpoint of a language model that "
+            f"ckpt_path: {path} carries no tokenizer; give a checkpoint of a language model that "
             "`python -m app fit` wrote"
         )
-    task = _build(path, config)
-    try:
-        task.load_state_dict(checkpoint["state_dict"])
-    except (RuntimeError, KeyError) as error:
-        reason = str(error).strip().splitlines()[-1].strip()
-        raise ConfigError(
-            f"ckpt_path: the weights in {path} do not fit its model: {reason}"
-        ) from error
+    task = rebuild(path, checkpoint, model=LanguageModeling)["model"]
     task.tokenizer, task.block_size = tokenizer_from_state(state), checkpoint.get("block_size")
     if task.tokenizer.vocab_size > task.network.vocab_size:
         raise ConfigError(
@@ -79,32 +69,6 @@ def load_task(path: str | Path) -> LanguageModeling:
             f"only {task.network.vocab_size}; they do not belong together"
         )
     return task.eval()
-
-
-def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ConfigError(f"ckpt_path: there is no checkpoint {path}")
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # bytes that are no checkpoint make torch.load raise anything
-        raise ConfigError(f"ckpt_path: {path} is damaged or is no checkpoint") from error
-    if not isinstance(checkpoint, dict):
-        raise ConfigError(f"ckpt_path: {path} is no checkpoint of a training run")
-    return checkpoint
-
-
-def _build(path: str | Path, config: str) -> LanguageModeling:
-    """The untrained model that the configuration in a checkpoint describes."""
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_subclass_arguments(LanguageModeling, "model")
-    try:
-        model = OmegaConf.to_container(OmegaConf.create(config), resolve=True)["model"]
-        return parser.instantiate_classes(parser.parse_object({"model": model})).model
-    except (ArgumentError, KeyError, TypeError, ValueError) as error:
-        reason = str(error).strip().splitlines()[-1].strip()
-        raise ConfigError(
-            f"ckpt_path: {path} holds no language model that can be built: {reason}"
-        ) from error
 
 
 def _run(task: LanguageModeling, options: argparse.Namespace) -> dict[str, Any]:

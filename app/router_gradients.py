@@ -15,17 +15,15 @@ from typing import Any, Literal
 import lightning as L
 import torch
 import torch.nn.functional as F
-from jsonargparse import ArgumentError, ArgumentParser
-from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from data.errors import DataError
 
 from .arguments import number, write_json
+from .checkpoints import read_checkpoint, rebuild
 from .errors import ConfigError
 from .moe import Dense, MoEBlock, moe_blocks
 from .moe.routers import SoftmaxRouter
-from .run_folder import check_checkpoint
 from .tasks import LanguageModeling
 
 Mixture = Literal["plain", "default", "dense"]
@@ -190,20 +188,9 @@ def load_run(path: Path) -> tuple[L.LightningModule, L.LightningDataModule]:
     Raises:
         ConfigError: no such file, or no checkpoint of `python -m app fit`.
     """
-    check_checkpoint(path)
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_subclass_arguments(L.LightningModule, "model")
-    parser.add_subclass_arguments(L.LightningDataModule, "data")
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        config = OmegaConf.to_container(OmegaConf.create(checkpoint["config"]), resolve=True)
-        parsed = parser.parse_object({key: config[key] for key in ("model", "data")})
-        run = parser.instantiate_classes(parsed)
-        run.model.load_state_dict(checkpoint["state_dict"])
-    except (ArgumentError, KeyError, RuntimeError, TypeError) as error:
-        reason = str(error).strip().splitlines()[-1].strip()
-        raise ConfigError(f"ckpt_path: {path} can't be loaded: {reason}") from error
-    return run.model, run.data
+    parts = {"model": L.LightningModule, "data": L.LightningDataModule}
+    run = rebuild(path, read_checkpoint(path), **parts)
+    return run["model"], run["data"]
 
 
 def _loss(task: L.LightningModule, batch: Any, samples: int) -> Callable[[], Tensor]:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
 import yaml
 from lightning.pytorch.cli import SaveConfigCallback
 
+from .checkpoints import read_checkpoint
 from .errors import ConfigError
 
 
@@ -45,38 +45,15 @@ def newest_checkpoint(folder: Path) -> Path:
     raise ConfigError(f"ckpt_path: last: there is no complete checkpoint below {folder}")
 
 
-def check_checkpoint(path: Path) -> None:
-    """Refuses what is no checkpoint of ours, without executing anything in it.
-
-    Raises:
-        ConfigError: for a file that is missing, damaged, or no checkpoint of a training run.
-    """
-    if not path.is_file():
-        raise ConfigError(f"ckpt_path: there is no checkpoint {path}")
-    content = _load(path)
-    if not isinstance(content, dict) or "state_dict" not in content or "config" not in content:
-        raise ConfigError(
-            f"ckpt_path: {path} is no checkpoint that `python -m app fit` wrote: it holds no "
-            f"{'config' if isinstance(content, dict) and 'state_dict' in content else 'weights'}"
-        )
-
-
 def other_model(path: Path, config: str, error: RuntimeError) -> ConfigError:
     """What to say where the weights of a checkpoint do not fit the configured network."""
-    theirs = _flat(yaml.safe_load(_load(path)["config"])["model"], "model")
+    theirs = _flat(yaml.safe_load(read_checkpoint(path)["config"])["model"], "model")
     ours = _flat(yaml.safe_load(config)["model"], "model")
     keys = [key for key in ours | theirs if ours.get(key) != theirs.get(key)]
     differing = "; ".join(f"{k} is {ours.get(k)} here, {theirs.get(k)} there" for k in keys[:4])
     return ConfigError(
         f"ckpt_path: {path} is of another model: {differing or str(error).splitlines()[-1].strip()}"
     )
-
-
-def _load(path: Path) -> Any:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # bytes that are no checkpoint make torch.load raise anything
-        raise ConfigError(f"ckpt_path: {path} is damaged or is no checkpoint") from error
 
 
 def _flat(value: Any, prefix: str) -> dict[str, Any]:

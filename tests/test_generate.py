@@ -102,10 +102,10 @@ def test_no_such_file_and_no_checkpoint(tmp_path: Path, capsys) -> None:
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({"config": None}, "carries no configuration"),
+        ({"config": None}, "holds no config"),
         ({"tokenizer": None}, "carries no tokenizer"),
-        ({"config": "model:\n  class_path: torch.nn.Linear\n"}, "no language model"),
-        ({"config": "trainer: {}\n"}, "no language model"),
+        ({"config": "model:\n  class_path: torch.nn.Linear\n"}, "no LanguageModeling"),
+        ({"config": "trainer: {}\n"}, "no LanguageModeling"),
         ({"state_dict": {}}, "do not fit its model"),
         ({"tokenizer": {"kind": "words"}}, "unknown kind 'words'"),
     ],

@@ -183,10 +183,11 @@ class MoEBlock(nn.Module):
 
 def moe_blocks(model: nn.Module) -> dict[str, MoEBlock]:
     """The MoE blocks of a model, by the name of their Transformer block (as `blocks.7`)."""
-    blocks = {}
+    blocks: dict[str, MoEBlock] = {}
     for name, module in model.named_modules():
         if isinstance(module, MoEBlock):
             parts = name.split(".")
             index = max((i for i, part in enumerate(parts) if part.isdigit()), default=None)
-            blocks[name if index is None else ".".join(parts[index - 1 : index + 1])] = module
+            short = name if index is None else ".".join(parts[index - 1 : index + 1])
+            blocks[name if short in blocks else short] = module  # two in one Transformer block
     return blocks

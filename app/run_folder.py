@@ -18,6 +18,11 @@ from .errors import ConfigError
 class RunConfig(SaveConfigCallback):
     """Writes config.yaml into the run folder and the same text into every checkpoint."""
 
+    def __init__(self, parser: Any, config: Any, **kwargs: Any) -> None:
+        super().__init__(parser, config, **kwargs)
+        # Now, while the files and the folder that the config came from are surely there.
+        self.text = parser.dump(config, skip_none=False)
+
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         # Evaluation has no run folder: Lightning would write into the working directory.
         if stage == "fit" and trainer.loggers:
@@ -26,7 +31,7 @@ class RunConfig(SaveConfigCallback):
     def on_save_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        checkpoint["config"] = self.parser.dump(self.config, skip_none=False)
+        checkpoint["config"] = self.text
 
 
 def newest_checkpoint(folder: Path) -> Path:

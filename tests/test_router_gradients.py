@@ -103,23 +103,6 @@ def test_experts_that_a_vector_describes(tmp_path, seed):
         assert each.default > 0.8 > each.plain
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="On digits default vectors do not bring the router's gradient nearer to the dense one "
-    "in every layer: an average over the tokens that chose an expert is a worse guess of its "
-    "output on the others than nothing (explained < 0).",
-)
-def test_trained_on_digits(tmp_path):
-    """The claim of Default MoE (arXiv 2504.12463), layer by layer, for three seeds."""
-    found = []
-    for seed in range(3):
-        task = make_task(seed, lr=3e-3)
-        for name, each in measure(task, *warm_up(tmp_path, task, 40)).items():
-            print(f"seed {seed} {name}: {each}")
-            found.append(each)
-    assert all(each.default > each.plain for each in found)
-
-
 def test_the_network_stays_as_it_is(tmp_path):
     task = make_task(0, lr=0.0).train()
     images, labels = warm_up(tmp_path, task, 1)

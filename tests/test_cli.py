@@ -272,3 +272,34 @@ def test_bad_images_cost_one_line(tmp_path, capsys, make, data, names):
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1
     assert names in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [
+        ("default", ["--model.network.moe.router=TopP", "--model.losses={load_balance: 0.01}"]),
+        ("default", ["--model.network.moe.router.estimator=sparsemixer"]),
+        (
+            "default",
+            ["--model.network.moe.router=Ternary", "--model.network.moe.router.gates=raw"],
+        ),
+        (
+            "dynmoe_weighted_average",
+            ["--model.losses={topany: 0.01, load_balance: 0.01, efficiency: 0.01}"],
+        ),
+        ("topk2", ["--model.balance_over=step", "--trainer.accumulate_grad_batches=2"]),
+        (
+            "topk4",
+            [
+                "--model.network.moe.num_experts=16",
+                "--model.network.moe.expert_ratio=0.5",
+                "--model.network.moe.shared_experts=1",
+            ],
+        ),
+    ],
+)
+def test_the_combinations_of_the_readme_train(tmp_path, method, more):
+    method = f"--config={CONFIGS / 'methods' / method}.yaml"
+    assert fit(tmp_path, method, *more, "--name=mine", config="recipes/digits.yaml") == 0
+    (table,) = tmp_path.rglob("metrics.csv")
+    assert len(table.read_text().splitlines()) == 3

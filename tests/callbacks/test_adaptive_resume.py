@@ -191,7 +191,10 @@ class Elsewhere:
         ),
         (DefaultVectors(), {"blocks.0": [torch.ones(5, 8), torch.ones(5)]}),
         (LossFreeBalance(), {"blocks.0": torch.ones(5)}),
-        (RoutingMonitor(), {"sums": {"routing/blocks.0": torch.ones(9)}, "logged_step": 0}),
+        (
+            RoutingMonitor(),
+            {"sums": {"routing/blocks.0": torch.ones(9)}, "vectors": {}, "logged_step": 0},
+        ),
     ],
 )  # fmt: skip
 def test_sums_from_a_checkpoint_follow_the_model(callback, state):

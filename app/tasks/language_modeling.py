@@ -159,6 +159,7 @@ class LanguageModeling(MoETask):
             self.network,
             prompt,
             self.sample_tokens,
+            temperature=0.5,  # a young model's likelier half
             stop=self.tokenizer.end_of_text,
             vocab_size=self.tokenizer.vocab_size,
             context=self.block_size,

@@ -1,5 +1,5 @@
 """How near a router's gradient comes to that of the dense mixture, with and without default
-vectors (Default MoE, arXiv 2504.12463): `python -m app.router_gradients --ckpt_path FILE`.
+vectors (Default MoE, arXiv 2504.12463): `python -m app router_gradients --ckpt_path FILE`.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def main(argv: Sequence[str]) -> int:
         0; 2 after a mistake of the user's, told in one line on standard error.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m app.router_gradients",
+        prog="python -m app router_gradients",
         description="Cosines of router gradients with those of the dense mixture, layer by layer.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -199,7 +199,3 @@ def _loss(task: L.LightningModule, batch: Any, samples: int) -> Callable[[], Ten
         return lambda: task._loss(batch[:samples])
     images, labels = (part[:samples] for part in batch)
     return lambda: F.cross_entropy(task.network(images), labels)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

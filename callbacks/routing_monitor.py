@@ -29,6 +29,9 @@ class RoutingMonitor(L.Callback):
     Args:
         every_n_steps: interval of the training statistics, in optimizer steps; each covers all
             batches since the one before.
+
+    Attributes:
+        validation: what the last validation logged, by tag.
     """
 
     def __init__(self, every_n_steps: int = 50) -> None:
@@ -37,6 +40,7 @@ class RoutingMonitor(L.Callback):
         self.every_n_steps = every_n_steps
         self.blocks: dict[str, MoEBlock] = {}
         self.meter: FlopMeter | None = None
+        self.validation: dict[str, float] = {}
         self._biased = False
         self._sums: dict[str, Tensor] = {}  # by "<prefix>/<layer>/<sum>"
         self._vectors: dict[str, Tensor] = {}  # default vectors when last logged, by layer
@@ -88,7 +92,9 @@ class RoutingMonitor(L.Callback):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.sanity_checking:
-            self._log(trainer, "val_", lambda name, sums: statistics(sums, self.blocks[name]))
+            self.validation = self._log(
+                trainer, "val_", lambda name, sums: statistics(sums, self.blocks[name])
+            )
 
     def _add(self, split: str) -> None:
         """Adds the last batch to the sums of training (`split` "") or validation ("val_")."""
@@ -109,10 +115,10 @@ class RoutingMonitor(L.Callback):
         trainer: L.Trainer,
         split: str,
         layer_statistics: Callable[[str, dict[str, Tensor]], dict[str, float]],
-    ) -> None:
+    ) -> dict[str, float]:
         compute = self._read(f"{split}compute/")
         if not compute:
-            return
+            return {}
         flops, metrics = float(compute["flops"]), {}
         for name, block in self.blocks.items():
             sums = self._read(f"{split}routing/{name}/")
@@ -123,6 +129,7 @@ class RoutingMonitor(L.Callback):
         metrics[f"{split}compute/gflops_per_{self.meter.unit}"] = per_unit / 1e9
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step)
+        return metrics
 
     def _read(self, prefix: str) -> dict[str, Tensor]:
         """Takes the sums under a prefix out, added up over all processes, to the CPU."""

@@ -2,30 +2,53 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
+from torch import nn
+
+from app.moe import moe_blocks
 
 from .common import write_csv
+from .routing_monitor import RoutingMonitor
 
 
 class MetricsTable(L.Callback):
-    """Writes metrics.csv: one row an evaluation, with `epoch`, `step` and every metric.
+    """Writes metrics.csv: one row an evaluation.
+
+    Columns: `epoch` and `step`; `seconds` that the fit has taken up to there, evaluations included
+    and the time between a stop and a resume not; `parameters` of the network without those of
+    unused expert slots; every metric; from the RoutingMonitor the active FLOPs and each layer's
+    number of experts and experts per token in this evaluation.
 
     The rows travel in the checkpoint, so that a resumed run goes on with the table as it was.
     """
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
+        self._seconds, self._started = 0.0, 0.0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._started = time.monotonic() - self._seconds
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.sanity_checking or trainer.state.fn != "fit":
             return
-        row: dict[str, Any] = {"epoch": trainer.current_epoch, "step": trainer.global_step}
-        self.rows.append(row | _metrics(trainer, ("val/", "train/"), skip="train/accuracy"))
+        row: dict[str, Any] = {
+            "epoch": trainer.current_epoch,
+            "step": trainer.global_step,
+            "seconds": round(time.monotonic() - self._started, 3),
+            "parameters": _parameters_in_use(pl_module),
+        }
+        row |= _metrics(trainer, ("val/", "train/"), skip="train/accuracy")
+        for monitor in trainer.callbacks:
+            if isinstance(monitor, RoutingMonitor):
+                row |= {k: v for k, v in monitor.validation.items() if k.endswith(FROM_MONITOR)}
+        self.rows.append(row)
         self._write(trainer)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -41,10 +64,22 @@ class MetricsTable(L.Callback):
             write_csv(Path(folder) / "metrics.csv", self.rows, list(columns))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rows": self.rows}
+        running = self._started and time.monotonic() - self._started
+        return {"rows": self.rows, "seconds": running}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.rows = list(state["rows"])
+        self.rows, self._seconds = list(state["rows"]), state["seconds"]
+
+
+FROM_MONITOR = ("/active_experts", "/experts_per_token", "/gflops_per_image", "/gflops_per_token")
+
+
+def _parameters_in_use(module: nn.Module) -> int:
+    unused = 0
+    for block in moe_blocks(module).values():
+        per_slot = sum(parameter[0].numel() for parameter in block.experts.parameters())
+        unused += (block.slots - int(block.active_E.sum())) * per_slot
+    return sum(parameter.numel() for parameter in module.parameters()) - unused
 
 
 def _metrics(trainer: L.Trainer, prefixes: tuple[str, ...], skip: str = "") -> dict[str, float]:

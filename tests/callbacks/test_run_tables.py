@@ -9,7 +9,7 @@ import torch
 from callback_support import digits, make_trainer, read_rows, read_scalars, same, vision_task
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from callbacks import MetricsTable, PredictionTable, ProgressBar, RandomState
+from callbacks import MetricsTable, PredictionTable, ProgressBar, RandomState, RoutingMonitor
 from callbacks import progress as progress_module
 
 SHORT = {"limit_train_batches": 3, "limit_val_batches": 1}
@@ -35,6 +35,31 @@ def test_metrics_table(tmp_path):
         logged = [value for _, value in scalars[name]]
         assert [float(row[name]) for row in rows] == pytest.approx(logged, rel=1e-5)
     assert not list((tmp_path / "log").glob("*.tmp"))
+
+
+def test_cost_columns(tmp_path):
+    """Time, parameters in use, FLOPs and experts: as TensorBoard has them, on a resume too."""
+    saving = ModelCheckpoint(None, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+    _, task = run(tmp_path, RoutingMonitor(), MetricsTable(), saving, max_epochs=2)
+    rows, scalars = read_rows(tmp_path / "log" / "metrics.csv"), read_scalars(tmp_path / "log")
+    monitored = [key for key in rows[0] if key.startswith("val_")]
+    layers = len(task.blocks)
+    assert layers and len(monitored) == 1 + 2 * layers
+    for key in monitored:
+        logged = [value for _, value in scalars[key]]
+        assert [float(row[key]) for row in rows] == pytest.approx(logged, rel=1e-5)
+    block = next(iter(task.blocks.values()))
+    unused = (block.slots - int(block.active_E.sum())) * layers
+    per_slot = sum(weight[0].numel() for weight in block.experts.parameters())
+    assert unused
+    expected = sum(p.numel() for p in task.parameters()) - unused * per_slot
+    assert [int(row["parameters"]) for row in rows] == [expected] * 2
+    first, second = (float(row["seconds"]) for row in rows)
+    assert 0 < first < second
+    path = tmp_path / "log" / "checkpoints" / "epoch=1.ckpt"
+    run(tmp_path / "on", RoutingMonitor(), MetricsTable(), ckpt_path=path)
+    resumed = read_rows(tmp_path / "on" / "log" / "metrics.csv")
+    assert resumed[:2] == rows and float(resumed[2]["seconds"]) > second
 
 
 def test_metrics_within_an_epoch(tmp_path):

@@ -40,6 +40,7 @@ OWN_COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("app.generate", "continue a text with a trained language model"),
     "router_gradients": ("app.router_gradients", "compare router gradients with the dense mixture"),
     "weights": ("app.weights", "save the weights of a timm model to a file"),
+    "suite": ("app.suite", "run a list of configs and seeds, resumable and in shards"),
     "evaluate": ("app.lm_eval_adapter", "run tasks of the lm-evaluation-harness on a checkpoint"),
 }
 """Our own subcommands: name -> (module with `main(argv) -> int`, what it does)."""

@@ -52,8 +52,8 @@ def newest_checkpoint(folder: Path) -> Path:
 
 def other_model(path: Path, config: str, error: RuntimeError) -> ConfigError:
     """What to say where the weights of a checkpoint do not fit the configured network."""
-    theirs = _flat(yaml.safe_load(read_checkpoint(path)["config"])["model"], "model")
-    ours = _flat(yaml.safe_load(config)["model"], "model")
+    theirs = flat_settings(yaml.safe_load(read_checkpoint(path)["config"])["model"], "model")
+    ours = flat_settings(yaml.safe_load(config)["model"], "model")
     keys = [key for key in ours | theirs if ours.get(key) != theirs.get(key)]
     differing = "; ".join(f"{k} is {ours.get(k)} here, {theirs.get(k)} there" for k in keys[:4])
     return ConfigError(
@@ -61,13 +61,14 @@ def other_model(path: Path, config: str, error: RuntimeError) -> ConfigError:
     )
 
 
-def _flat(value: Any, prefix: str) -> dict[str, Any]:
+def flat_settings(value: Any, prefix: str) -> dict[str, Any]:
+    """A config's values by their paths, as the command line names them."""
     if not isinstance(value, dict):
         return {prefix: value}
     flat: dict[str, Any] = {}
     for key, inner in value.items():
         hidden = key in ("init_args", "class_path")
-        flat |= _flat(inner, prefix if hidden else f"{prefix}.{key}")
+        flat |= flat_settings(inner, prefix if hidden else f"{prefix}.{key}".lstrip("."))
     return flat
 
 

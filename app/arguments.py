@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ def find_device(name: str) -> torch.device:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Writes what `--json FILE` asks for, with the folders above it.
+    """Writes what `--json FILE` asks for, with the folders above it; never half of it.
 
     Raises:
         ConfigError: if the file can't be written.
@@ -50,6 +51,18 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(content, indent=2, ensure_ascii=False)
-        path.write_text(text + "\n", encoding="utf-8")
+        _replace_text(path, text + "\n")
     except OSError as error:
         raise ConfigError(f"json: cannot write {path} ({error})") from error
+
+
+def _replace_text(path: Path, text: str) -> None:
+    if path.exists() and not path.is_file():  # a pipe or a terminal, as /dev/stdout
+        path.write_text(text, encoding="utf-8")
+        return
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

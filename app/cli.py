@@ -37,6 +37,7 @@ from .run_folder import (
 PLUGINS = (models, moe, tasks, callbacks, data)
 
 OWN_COMMANDS: dict[str, tuple[str, str]] = {
+    "analyze": ("app.analyze", "show what the experts of a checkpoint do"),
     "generate": ("app.generate", "continue a text with a trained language model"),
     "router_gradients": ("app.router_gradients", "compare router gradients with the dense mixture"),
     "weights": ("app.weights", "save the weights of a timm model to a file"),

@@ -55,9 +55,12 @@ def save_figure(figure: Figure, path: Path, dpi: int = 150) -> None:
     """Writes a PNG; a reader never sees half of it. Makes the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
-    with rc_context(STYLE):
-        figure.savefig(temporary, format="png", dpi=dpi)
-    os.replace(temporary, path)
+    try:
+        with rc_context(STYLE):
+            figure.savefig(temporary, format="png", dpi=dpi)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def as_image(figure: Figure, dpi: int = 100) -> np.ndarray:

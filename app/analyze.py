@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
         print_result(result, Console(highlight=False, markup=False, emoji=False))
         if options.json:
             write_json(options.json, result)
-        draw(result, folder)
+        _draw(result, folder)
         print(f"pictures: {folder}")
     except (ConfigError, DataError, ValueError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
@@ -295,6 +295,13 @@ def _make_folder(folder: Path) -> None:
     """Before the work, so that a folder that can't be written costs no time."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"out: cannot write to {folder} ({error})") from error
+
+
+def _draw(result: dict[str, Any], folder: Path) -> None:
+    try:
+        draw(result, folder)
     except OSError as error:
         raise ConfigError(f"out: cannot write to {folder} ({error})") from error
 

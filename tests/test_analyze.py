@@ -408,7 +408,7 @@ def test_command_on_images(digits, tmp_path, capsys):
         active_E = held[f"network.{layer}.mlp.active_E"]
         assert [e["expert"] for e in experts] == active_E.nonzero().flatten().tolist()
         for expert in experts:
-            assert f"{expert['contribution']:+.4f}" in shown
+            assert f"{expert['contribution']:+z.5f}" in shown
         affinity = result["affinity"]["layers"][layer]
         assert len(affinity["share"]) == 10 == len(result["affinity"]["names"])
         assert sum(affinity["tokens"]) == 90 * 16  # patches

@@ -11,6 +11,7 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, get_font
+from matplotlib.ticker import MaxNLocator
 
 from ..figures import COLORS, DIVERGING, SEQUENTIAL, new_figure, save_figure
 
@@ -52,15 +53,15 @@ def draw_saturation(result: dict[str, Any]) -> Figure:
         style = {"color": color, "marker": "osD^v"[index % 5], "markersize": 4}
         axis.plot([*steps, last], [*_column(found, "saturation"), 1.0], label=layer, **style)
         axis.plot(steps, _column(found, "random_loads"), linestyle="--", **style)
-    axis.plot([], [], "k--", label="expected by\nthe loads alone")
+    axis.plot([], [], "k--", label="expected from\nthe loads alone")
     axis.set_xticks(sorted({*steps, last}) if len(steps) < 8 else axis.get_xticks()[1:-1])
     axis.set_ylim(0, 1.03)
     axis.set(
         xlabel="training step of the checkpoint",
-        ylabel=f"share of the experts\nof step {last}",
-        title="Router saturation",
+        ylabel=f"share of a token's experts at step {last}\nthat it takes at the earlier step",
     )
-    figure.legend(loc="outside right upper")
+    axis.set_title("Router saturation", fontsize=10)
+    figure.legend(loc="outside right upper", frameon=False, fontsize=8)
     return figure
 
 
@@ -78,18 +79,28 @@ def draw_experts(layer: str, experts: list[dict[str, Any]]) -> Figure:
         _column(experts, "contribution"), place, xerr=error, fmt="none", ecolor="black", capsize=2
     )
     change.axvline(0, color="black", linewidth=0.8)
-    change.set(xlabel="loss change when masked\n(bars of one standard error)", ylabel="expert")
+    change.set(xlabel="loss change when masked\n(lines: one standard error)", ylabel="expert")
+    change.locator_params(axis="x", nbins=4)
     load.barh(place, _column(experts, "load"), color=COLORS[1], height=0.7)
-    load.set(xlabel="load\n(share of tokens that take it)", xlim=(0, 1))
+    load.set(xlabel="load\n(share of tokens that take it)")
     for axis in rest:
         axis.plot(_column(experts, "distance_own"), place, "o", color=COLORS[0], label="own tokens")
         others = _column(experts, "distance_others")
         axis.plot(others, place, "D", color=COLORS[3], markersize=5, label="other tokens")
         axis.set_xlim(left=0)
+        axis.grid(axis="y", color="0.9", linewidth=0.6)
         axis.set_xlabel("distance to default vector\n(relative to its length)")
-        axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, handletextpad=0.1)
+        axis.legend(
+            loc="lower center",
+            bbox_to_anchor=(0.5, 1.0),
+            ncols=2,
+            handletextpad=0.1,
+            frameon=False,
+            fontsize=8,
+        )
     change.set_yticks(place, [str(each["expert"]) for each in experts])
-    change.invert_yaxis()
+    change.set_ylim(len(experts) - 0.4, -0.6)  # the first on top
+    load.set_xlim(left=0)
     figure.suptitle(f"Experts of {layer}", fontsize=10)
     return figure
 
@@ -105,11 +116,10 @@ def draw_affinity(layer: str, affinity: dict[str, Any]) -> Figure:
     width = min(16.0, 3.2 + 2 * max(1.6, 0.22 * columns))
     figure, axes = new_figure(width, 1.5 + 0.19 * (len(names) + 1), columns=2, sharey=True)
     left, right = axes[0]
-    what = "class" if affinity["of"] == "class" else "token"
+    is_class = affinity["of"] == "class"
+    what = "class's tokens\n" if is_class else "token's\noccurrences "
     whole = np.vstack([load, share])
-    _heat(
-        figure, left, whole, SEQUENTIAL, (0.0, 1.0), f"share of the {what}'s\ntokens that take it"
-    )
+    _heat(figure, left, whole, SEQUENTIAL, (0.0, 1.0), f"share of the {what}that take the expert")
     rest = share - load
     most = max(float(np.nanmax(np.abs(rest))), 1e-3)
     rest = np.vstack([np.full(columns, math.nan), rest])
@@ -120,11 +130,11 @@ def draw_affinity(layer: str, affinity: dict[str, Any]) -> Figure:
     for axis in (left, right):
         axis.set_xticks(range(0, columns, every), [str(e) for e in found["experts"][::every]])
         axis.set_xlabel("expert")
-    kind = {"class": "classes", "token": "tokens"}[what]
-    chosen = (
-        "" if len(affinity["names"]) <= ROWS else f" (the first {ROWS} of {len(affinity['names'])})"
-    )
-    figure.suptitle(f"Experts of {layer} and {kind}{chosen}", fontsize=10)
+    kind = "classes" if is_class else "tokens"
+    count = len(affinity["names"])
+    most_often = "" if is_class else "most frequent "
+    chosen = "" if count <= ROWS else f" ({ROWS} {most_often}of {count})"
+    figure.suptitle(f"Experts of {layer} by {kind}{chosen}", fontsize=10)
     return figure
 
 
@@ -140,7 +150,10 @@ def _heat(
     for side in axis.spines.values():
         side.set_visible(False)
     axis.tick_params(length=0)
-    bar = figure.colorbar(image, ax=axis, location="top", aspect=12, shrink=0.9)
+    inch = 1.0 / figure.get_figheight()
+    options = {"location": "top", "aspect": 16, "shrink": 0.9}
+    bar = figure.colorbar(image, ax=axis, fraction=0.2 * inch, pad=0.1 * inch, **options)
+    bar.locator = MaxNLocator(5)
     bar.set_label(label, fontsize=8)
     bar.ax.tick_params(labelsize=7)
     bar.outline.set_visible(False)

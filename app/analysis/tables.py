@@ -19,7 +19,8 @@ def print_result(result: dict[str, Any], console: Console) -> None:
     what = "images" if of == "class" else "sequences"
     console.print(
         f"{result['ckpt_path']}\nstep {step}, loss {result['loss']:.4f} on {result['samples']} "
-        f"validation {what}\n"
+        f"validation {what}\n",
+        soft_wrap=True,  # a path stays one word
     )
     if result["saturation"]:
         print_table(
@@ -64,8 +65,8 @@ def _saturation_rows(result: dict[str, Any]) -> list[list[str]]:
 def _expert_rows(result: dict[str, Any], with_vectors: bool) -> list[list[str]]:
     shown: dict[str, Callable[[float | None], str]] = {
         "load": _number,
-        "contribution": lambda value: _number(value, "+.4f"),
-        "contribution_error": lambda value: _number(value, ".4f"),
+        "contribution": lambda value: _number(value, "+z.5f"),
+        "contribution_error": lambda value: _number(value, ".5f"),
     }
     if with_vectors:
         shown |= {"distance_own": _number, "distance_others": _number}

@@ -26,19 +26,22 @@ from data.errors import DataError
 from .analysis.measures import (
     Affinity,
     Batches,
+    Contributions,
+    Distances,
     contributions,
     default_distances,
     expert_affinity,
     router_saturation,
 )
 from .analysis.pictures import draw
-from .analysis.sample import draw_sample, group_names
+from .analysis.sample import check_fits, draw_sample, group_names
 from .analysis.tables import print_result
 from .arguments import find_device, number, write_json
 from .checkpoints import read_checkpoint, rebuild
 from .errors import ConfigError
 from .moe import moe_blocks
 from .run_folder import other_model
+from .tasks import LanguageModeling
 
 
 @dataclass
@@ -101,7 +104,9 @@ def read_checkpoints(paths: Sequence[Path]) -> list[Checkpoint]:
     Raises:
         ConfigError: a file that can't be read, or checkpoints of two models.
     """
-    found = sorted((Checkpoint(path, read_checkpoint(path)) for path in paths), key=_step)
+    found = sorted(
+        (Checkpoint(path, read_checkpoint(path)) for path in paths), key=lambda each: each.step
+    )
     last = found[-1]
     for each in found[:-1]:
         if each.network_config != last.network_config:
@@ -115,10 +120,6 @@ def read_checkpoints(paths: Sequence[Path]) -> list[Checkpoint]:
             file=sys.stderr,
         )
     return found
-
-
-def _step(checkpoint: Checkpoint) -> int:
-    return checkpoint.step
 
 
 def analyze(
@@ -141,39 +142,65 @@ def analyze(
     """
     last = checkpoints[-1]
     device = find_device(options.device)
-    content = {**last.content, "config": _changed(last.content["config"], changes)}
-    run = rebuild(last.path, content, model=L.LightningModule, data=L.LightningDataModule)
-    task, data = run["model"].eval(), run["data"]
-    blocks = moe_blocks(task.network)
-    if not blocks:
-        raise ConfigError(f"ckpt_path: the model of {last.path} has no MoE layer to analyze")
-    data.prepare_data()
-    data.setup("validate")
-    if "tokenizer" in content:
-        task.tokenizer = data.tokenizer
-        task.on_load_checkpoint(content)  # refuses another tokenizer than the one trained with
-    sample = draw_sample(data.val_dataloader(), options.samples)
+    task, data = _load(last, changes)
     network = task.network.to(device)
+    sample = draw_sample(data.val_dataloader(), options.samples)
     batches: Batches = lambda: sample.batches(options.batch_size, device)  # noqa: E731
 
-    of, _ = group_names(task, data, sample.targets.new_zeros(1))
     affinity = expert_affinity(network, sample, batches)
-    _, names = group_names(task, data, affinity.group_G)
     saturation = []
     for each in checkpoints[:-1]:
         earlier = rebuild(each.path, each.content, model=L.LightningModule)["model"].eval()
         born = _born_between(each, last)
-        layers = router_saturation(earlier.network.to(device), network, batches, born)
-        layers = {layer: asdict(found) for layer, found in layers.items()}
+        found = router_saturation(earlier.network.to(device), network, batches, born)
+        layers = {layer: asdict(values) for layer, values in found.items()}
         saturation.append({"ckpt_path": str(each.path), "step": each.step, "layers": layers})
     distances = default_distances(network, batches)
-    experts = sum(len(block.active_slots()) for block in blocks.values())
+    experts = sum(len(slots) for slots in affinity.active.values())
     with _progress() as progress:
         total = experts * math.ceil(len(sample) / options.batch_size)
         bar = progress.add_task("masking experts", total=total)
         masking = contributions(network, batches, lambda: progress.advance(bar))
+    return {
+        "ckpt_path": str(last.path),
+        "step": last.step,
+        "samples": len(sample),
+        "loss": masking.loss,
+        "saturation": saturation,
+        "experts": _expert_rows(affinity, masking, distances),
+        "affinity": {
+            "of": "token" if sample.is_text else "class",
+            "names": group_names(data, affinity.group_G, sample.is_text),
+            "layers": _affinity_layers(affinity),
+        },
+    }
+
+
+def _load(
+    checkpoint: Checkpoint, changes: dict[str, Any]
+) -> tuple[L.LightningModule, L.LightningDataModule]:
+    """Task, in evaluation mode, and its data, set up for validation."""
+    path, content = checkpoint.path, dict(checkpoint.content)
+    content["config"] = _changed(content["config"], changes)
+    run = rebuild(path, content, model=L.LightningModule, data=L.LightningDataModule)
+    task, data = run["model"].eval(), run["data"]
+    if not moe_blocks(task):
+        raise ConfigError(f"ckpt_path: the model of {path} has no MoE layer to analyze")
+    data.prepare_data()
+    data.setup("validate")
+    check_fits(task, data)
+    if isinstance(task, LanguageModeling):
+        task.tokenizer = data.tokenizer
+        task.on_load_checkpoint(content)  # refuses another tokenizer than the one trained with
+    return task, data
+
+
+def _expert_rows(
+    affinity: Affinity, masking: Contributions, distances: dict[str, Distances]
+) -> dict[str, list[dict[str, Any]]]:
+    """By layer, a row of figures for each active expert."""
     rows = {}
-    for layer, block in blocks.items():
+    for layer, slots in affinity.active.items():
         columns = {
             "load": affinity.load[layer],
             "contribution": masking.change[layer],
@@ -183,31 +210,23 @@ def analyze(
             columns["distance_own"] = distances[layer].own_E
             columns["distance_others"] = distances[layer].others_E
         rows[layer] = [
-            {"expert": slot, **{name: _plain(column_E[slot]) for name, column_E in columns.items()}}
-            for slot in block.active_slots()
+            {"expert": slot} | {name: _plain(column_E[slot]) for name, column_E in columns.items()}
+            for slot in slots
         ]
+    return rows
+
+
+def _affinity_layers(affinity: Affinity) -> dict[str, Any]:
+    """By layer, a row of shares for each group, with a column for each active expert."""
     return {
-        "ckpt_path": str(last.path),
-        "step": last.step,
-        "samples": len(sample),
-        "loss": masking.loss,
-        "saturation": saturation,
-        "experts": rows,
-        "affinity": {"of": of, "names": names, "layers": _affinity_layers(affinity, rows)},
-    }
-
-
-def _affinity_layers(affinity: Affinity, rows: dict[str, Any]) -> dict[str, Any]:
-    layers = {}
-    for layer, experts in rows.items():
-        slots = [expert["expert"] for expert in experts]
-        layers[layer] = {
+        layer: {
             "experts": slots,
             "load": affinity.load[layer][slots].tolist(),
             "tokens": affinity.tokens[layer].long().tolist(),
             "share": affinity.share[layer][:, slots].tolist(),
         }
-    return layers
+        for layer, slots in affinity.active.items()
+    }
 
 
 def _born_between(earlier: Checkpoint, later: Checkpoint) -> dict[str, set[int]]:
@@ -266,7 +285,11 @@ def _data_changes(parser: argparse.ArgumentParser, rest: list[str]) -> dict[str,
             if not rest:
                 parser.error(f"argument {name}: expected a value")
             value = rest.pop(0)
-        changes[name.removeprefix("--data.").removeprefix("init_args.")] = yaml.safe_load(value)
+        try:
+            read = yaml.safe_load(value)
+        except yaml.YAMLError:
+            parser.error(f"argument {name}: not a YAML value: {value}")
+        changes[name.removeprefix("--data.").removeprefix("init_args.")] = read
     return changes
 
 

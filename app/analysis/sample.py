@@ -98,36 +98,37 @@ def draw_sample(loader: Iterable[Any], count: int, seed: int = 0) -> Sample:
     return Sample(kept[1], kept[2])
 
 
-def group_names(
-    task: L.LightningModule, data: L.LightningDataModule, group_G: Tensor
-) -> tuple[str, list[str]]:
-    """What groups of tokens are called.
+def check_fits(task: L.LightningModule, data: L.LightningDataModule) -> None:
+    """Checks that a task is one of those that can be sampled, and its data what it can read.
 
     Args:
-        task: an image classifier or a language model.
-        data: its data, set up.
-        group_G: classes or token ids.
-
-    Returns:
-        `class` or `token`, and the name of each.
+        task: with its trained weights.
+        data: set up.
 
     Raises:
-        ConfigError: for another task, or classes that do not fit the network.
+        ConfigError: if not.
     """
     if isinstance(task, LanguageModeling):
-        return "token", [readable(data.tokenizer, each) for each in group_G.tolist()]
+        return
     if not isinstance(task, ImageClassification):
         raise ConfigError(
             f"ckpt_path: analyze reads ImageClassification and LanguageModeling, not "
             f"{type(task).__name__}"
         )
-    names = getattr(data, "class_names", None) or [str(i) for i in range(task.network.num_classes)]
-    if int(group_G.max()) >= task.network.num_classes:
+    given, known = getattr(data, "num_classes", 0), task.network.num_classes
+    if given > known:
         raise ConfigError(
-            f"data: it has {len(names)} classes and the network {task.network.num_classes}; give "
-            "the data that the model was trained on"
+            f"data: it has {given} classes and the network {known}; give the data that the model "
+            "was trained on"
         )
-    return "class", [names[each] for each in group_G.tolist()]
+
+
+def group_names(data: L.LightningDataModule, group_G: Tensor, is_text: bool) -> list[str]:
+    """What classes, or the tokens of a text, are called."""
+    if is_text:
+        return [readable(data.tokenizer, each) for each in group_G.tolist()]
+    names = getattr(data, "class_names", None)
+    return [names[each] if names else str(each) for each in group_G.tolist()]
 
 
 def readable(tokenizer: Tokenizer, token: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     """
     if not path.is_file():
         raise ConfigError(f"ckpt_path: there is no checkpoint {path}")
+    if not is_complete(path):
+        raise ConfigError(f"ckpt_path: {path} is damaged or is no checkpoint")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # bytes that are no checkpoint make torch.load raise anything
@@ -32,6 +35,18 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
                 f"{what}"
             )
     return content
+
+
+def is_complete(path: Path) -> bool:
+    """Whether a checkpoint file is what was once written: a zip archive whose checksums hold.
+
+    torch.load does not look at the checksums.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return bool(archive.namelist()) and archive.testzip() is None
+    except Exception:  # damage in the directory of an archive makes zipfile raise anything
+        return False
 
 
 def rebuild(path: Path, checkpoint: dict[str, Any], **parts: type) -> dict[str, Any]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import logging
+import shlex
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -15,10 +18,13 @@ from jsonargparse import Namespace
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import callbacks
 import data
+from callbacks.common import disk_error
+from callbacks.event_files import rewind
 from data.errors import DataError
 
 from . import models, moe, tasks
@@ -28,9 +34,11 @@ from .config_files import expand, with_run_config
 from .errors import ConfigError
 from .run_folder import (
     RunConfig,
+    check_same_model,
+    differing_settings,
     find_run_version,
     newest_checkpoint,
-    other_model,
+    of_the_run,
 )
 
 # Importing these packages lets a config name their classes without the full path.
@@ -116,11 +124,17 @@ class App(LightningCLI):
         config = self.config[self.subcommand]
         config.base = None  # its files have been read
         folder = Path(config.runs) / config.name
-        if config.get("ckpt_path") == "last":
-            config.ckpt_path = str(newest_checkpoint(folder))
+        asked = config.get("ckpt_path")
+        if asked in ("last", "auto"):
+            found = newest_checkpoint(folder)
+            if found is None and (asked == "last" or self.subcommand != "fit"):
+                raise ConfigError(
+                    f"ckpt_path: {asked}: there is no complete checkpoint below {folder}; leave "
+                    "--ckpt_path out to start anew"
+                )
+            config.ckpt_path = found and str(found)
         path = config.get("ckpt_path")
-        if path:
-            read_checkpoint(Path(path))
+        self.checkpoint = read_checkpoint(Path(path)) if path else None
         self.version = find_run_version(folder, path) if path and self.subcommand == "fit" else None
 
     def instantiate_classes(self) -> None:
@@ -131,18 +145,47 @@ class App(LightningCLI):
             raise ConfigError(" ".join(str(root_cause(error)).split())) from error
 
     def _run_subcommand(self, subcommand: str) -> None:
+        if self.checkpoint is not None:
+            self._check_checkpoint(Path(self.config[subcommand].ckpt_path), subcommand == "fit")
+            self.checkpoint = None  # Lightning reads it again, where the strategy wants it
         try:
             super()._run_subcommand(subcommand)
-        except RuntimeError as error:
-            config = self.config[subcommand]
-            if "loading state_dict" not in str(error) or not config.get("ckpt_path"):
-                raise
-            raise other_model(Path(config.ckpt_path), self.config_text(), error) from error
+        except SystemExit as error:  # Lightning's answer to the second Ctrl-C
+            if isinstance(error.__context__, KeyboardInterrupt):
+                raise error.__context__ from None
+            raise
 
-    def config_text(self) -> str:
-        """The resolved config, as YAML."""
-        parser = self._parser(self.subcommand)
-        return parser.dump(self.config[self.subcommand], skip_none=False)
+    def _check_checkpoint(self, path: Path, fit: bool) -> None:
+        """Refuses a checkpoint of another model; says what a resumed run does otherwise."""
+        checkpoint, trainer = self.checkpoint, self.trainer
+        config = self._parser(self.subcommand).dump(
+            of_the_run(self.config[self.subcommand]), skip_none=False
+        )
+        differing = differing_settings(path, checkpoint, config)
+        check_same_model(path, checkpoint, self.model, differing, fit)
+        if not fit:
+            return
+        if not {"loops", "optimizer_states", "callbacks"} <= checkpoint.keys():
+            raise ConfigError(
+                f"ckpt_path: {path} holds weights alone: training can't go on from it"
+            )
+        epoch, limit = checkpoint["epoch"], trainer.max_epochs
+        if limit is not None and 0 <= limit < epoch:
+            raise ConfigError(
+                f"trainer.max_epochs is {limit} and {path} is of epoch {epoch}: set a larger one"
+            )
+        rank_zero_info(f"going on from {path}, step {checkpoint['global_step']}")
+        told = [text for key, text in differing.items() if key not in ("name", "runs")]
+        if told:
+            rank_zero_info(f"with other settings than before: {'; '.join(told)}")
+        if self.version is not None and trainer.is_global_zero and "event_files" in checkpoint:
+            rewind(Path(trainer.logger.log_dir), checkpoint["event_files"])
+
+    def _purge(self) -> dict[str, int]:
+        """Has a TensorBoard that is open forget the steps that a resumed run takes again."""
+        return (
+            {"purge_step": self.checkpoint["global_step"] + 1} if self.version is not None else {}
+        )
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """A trainer that logs to the run folder."""
@@ -150,12 +193,14 @@ class App(LightningCLI):
         if config.trainer.logger in (None, True):
             logging_to_runs = self.subcommand == "fit" and not config.trainer.fast_dev_run
             kwargs["logger"] = (
-                TensorBoardLogger(config.runs, name=config.name, version=self.version)
+                TensorBoardLogger(
+                    config.runs, name=config.name, version=self.version, **self._purge()
+                )
                 if logging_to_runs
                 else False
             )
         trainer = super().instantiate_trainer(**kwargs)
-        extra: list[L.Callback] = [callbacks.RandomState()]
+        extra: list[L.Callback] = [callbacks.RandomState(), callbacks.EventFiles()]
         if trainer.logger:
             extra += [callbacks.MetricsTable(), LearningRateMonitor("step")]
         if self.subcommand == "predict":
@@ -166,13 +211,14 @@ class App(LightningCLI):
 
 
 def _with_callbacks(trainer: L.Trainer, extra: list[L.Callback]) -> L.Trainer:
-    """Adds callbacks in front of the checkpointing ones, which Lightning wants last."""
-    last = [c for c in trainer.callbacks if isinstance(c, ModelCheckpoint)]
+    """Adds callbacks behind our checkpointing, which wants to be first, and before Lightning's."""
+    first = [c for c in trainer.callbacks if isinstance(c, callbacks.Checkpoint)]
     others = [c for c in trainer.callbacks if not isinstance(c, ModelCheckpoint)]
+    last = [c for c in trainer.callbacks if c not in first and c not in others]
     if any(isinstance(c, callbacks.ProgressBar) for c in extra):
         bars = L.pytorch.callbacks.ProgressBar
         others = [c for c in others if not isinstance(c, bars)]
-    trainer.callbacks = others + extra + last
+    trainer.callbacks = first + others + extra + last
     return trainer
 
 
@@ -184,7 +230,10 @@ DESCRIPTION = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs one command line; returns the exit status (0, or 2 for a mistake of the user's)."""
+    """Runs one command line; returns the exit status.
+
+    0; 2 for what the user can mend, told in one line; 128 + n after signal n, as shells say it.
+    """
     _quiet_libraries()
     argv = list(argv)
     try:
@@ -194,7 +243,46 @@ def main(argv: Sequence[str]) -> int:
     except (ConfigError, DataError, MisconfigurationException) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except callbacks.Stopped as stopped:
+        name = signal.Signals(stopped.signal).name
+        _say_how_to_go_on(argv, f"{name}: stopped at step {stopped.step}", stopped.checkpoint)
+        # A launcher kills all processes as soon as one of the others has failed.
+        return stopped.code if rank_zero_only.rank == 0 else 0
+    except KeyboardInterrupt:
+        _say_how_to_go_on(argv, "interrupted", "")
+        return 128 + signal.SIGINT
+    except Exception as error:
+        refused = disk_error(error)
+        if refused is None or refused.errno == errno.EACCES:
+            raise
+        where = f" {refused.filename}" if refused.filename else " a file of the run"
+        print(
+            f"error: cannot write{where}: {refused.strerror}. Make room, then go on with "
+            "--ckpt_path last",
+            file=sys.stderr,
+        )
+        return 2
     return 0
+
+
+@rank_zero_only
+def _say_how_to_go_on(argv: Sequence[str], what: str, checkpoint: str) -> None:
+    saved = f"saved {checkpoint}" if checkpoint else "nothing was saved since the last checkpoint"
+    print(f"{what}; {saved}", file=sys.stderr)
+    if argv[:1] == ["fit"]:
+        words = ["python", "-m", "app", *_without_checkpoint(argv)]
+        command = shlex.join([*words, "--ckpt_path", checkpoint or "last"])
+        print(f"go on with: {command}", file=sys.stderr)
+
+
+def _without_checkpoint(argv: Sequence[str]) -> list[str]:
+    kept: list[str] = []
+    for argument in argv:
+        if kept and kept[-1] == "--ckpt_path":
+            kept.pop()
+        elif not argument.startswith("--ckpt_path="):
+            kept.append(argument)
+    return kept
 
 
 def _quiet_libraries() -> None:

@@ -48,7 +48,7 @@ def with_run_config(argv: Sequence[str]) -> list[str]:
         return argv
     at = flags.index("--ckpt_path")
     path = argv[at].partition("=")[2] or "".join(argv[at + 1 : at + 2])
-    if path == "last":  # of a run that only a config can name
+    if path in ("last", "auto"):  # of a run that only a config can name
         return argv
     config = Path(path).parent.parent / "config.yaml"
     return [argv[0], "--config", str(config), *argv[1:]] if config.is_file() else argv

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import yaml
 from lightning.pytorch.cli import SaveConfigCallback
+from torch import nn
 
-from .checkpoints import read_checkpoint
+from .checkpoints import is_complete
 from .errors import ConfigError
 
 
@@ -21,12 +22,18 @@ class RunConfig(SaveConfigCallback):
     def __init__(self, parser: Any, config: Any, **kwargs: Any) -> None:
         super().__init__(parser, config, **kwargs)
         # Now, while the files and the folder that the config came from are surely there.
-        self.text = parser.dump(config, skip_none=False)
+        self.text = parser.dump(of_the_run(config), skip_none=False)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         # Evaluation has no run folder: Lightning would write into the working directory.
         if stage == "fit" and trainer.loggers:
-            super().setup(trainer, pl_module, stage)
+            folder = trainer.log_dir  # a broadcast: all processes have to ask
+            if trainer.is_global_zero:
+                path = Path(folder) / "config.yaml"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                temporary = path.with_suffix(".tmp")
+                temporary.write_text(self.text, encoding="utf-8")
+                os.replace(temporary, path)
 
     def on_save_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
@@ -34,12 +41,15 @@ class RunConfig(SaveConfigCallback):
         checkpoint["config"] = self.text
 
 
-def newest_checkpoint(folder: Path) -> Path:
-    """The newest complete checkpoint of all versions of a run; damaged ones are passed over.
+def of_the_run(config: Any) -> Any:
+    """A config without the checkpoint that this sitting goes on from."""
+    config = config.clone()
+    config.ckpt_path = None
+    return config
 
-    Raises:
-        ConfigError: if the run has none.
-    """
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The newest complete checkpoint of all versions of a run; damaged ones are passed over."""
     found = sorted(
         folder.glob("version_*/checkpoints/*.ckpt"), key=lambda path: path.stat().st_mtime_ns
     )
@@ -47,22 +57,74 @@ def newest_checkpoint(folder: Path) -> Path:
         if is_complete(path):
             return path
         print(f"passing over {path}: it is not complete")
-    raise ConfigError(f"ckpt_path: last: there is no complete checkpoint below {folder}")
+    return None
 
 
-def other_model(path: Path, config: str, error: RuntimeError) -> ConfigError:
-    """What to say where the weights of a checkpoint do not fit the configured network."""
-    theirs = flat_settings(yaml.safe_load(read_checkpoint(path)["config"])["model"], "model")
-    ours = flat_settings(yaml.safe_load(config)["model"], "model")
-    keys = [key for key in ours | theirs if ours.get(key) != theirs.get(key)]
-    differing = "; ".join(f"{k} is {ours.get(k)} here, {theirs.get(k)} there" for k in keys[:4])
-    return ConfigError(
-        f"ckpt_path: {path} is of another model: {differing or str(error).splitlines()[-1].strip()}"
+def differing_settings(path: Path, checkpoint: dict[str, Any], config: str) -> dict[str, str]:
+    """What a config and that of a checkpoint have both and set to different values.
+
+    Args:
+        path: where the checkpoint came from, for messages.
+        checkpoint: what `read_checkpoint` gave.
+        config: the config now, as YAML.
+
+    Returns:
+        Sentences such as "model.network.dim is 32 here, 64 there", by key.
+
+    Raises:
+        ConfigError: if the checkpoint's config can't be read.
+    """
+    try:
+        theirs = flat_settings(yaml.safe_load(checkpoint["config"]), "")
+    except (yaml.YAMLError, AttributeError) as error:
+        raise ConfigError(f"ckpt_path: the config in {path} cannot be read") from error
+    ours = flat_settings(yaml.safe_load(config), "")
+    return {
+        key: f"{key} is {ours[key]} here, {theirs[key]} there"
+        for key in ours
+        if key in theirs and ours[key] != theirs[key]
+    }
+
+
+def check_same_model(
+    path: Path, checkpoint: dict[str, Any], model: nn.Module, differing: dict[str, str], fit: bool
+) -> None:
+    """Checks that a checkpoint is of the configured model, before a run folder is touched.
+
+    Weights that fit are not enough for training to go on: another number of heads, say, has the
+    same shapes. So the settings of the network must be equal, but for those of training alone.
+
+    Raises:
+        ConfigError: if it is of another model; names the settings that differ, or the first weight.
+    """
+    theirs = {name: getattr(each, "shape", None) for name, each in checkpoint["state_dict"].items()}
+    ours = {name: each.shape for name, each in model.state_dict().items()}
+    changed = [
+        said
+        for key, said in differing.items()
+        if key in ("model", "model.optimizer")
+        or (key.startswith("model.network") and key.rpartition(".")[2] not in OF_TRAINING)
+    ]
+    if theirs == ours and not (fit and changed):
+        return
+    names = [name for name in ours | theirs if ours.get(name) != theirs.get(name)]
+    reason = "; ".join(changed[:4]) or (
+        f"{names[0]} has shape {_shape(ours, names[0])} here, {_shape(theirs, names[0])} there"
     )
+    raise ConfigError(f"ckpt_path: {path} is of another model: {reason}")
+
+
+OF_TRAINING = ("pretrained", "drop_rate", "drop_path", "dropout", "jitter", "noise")
+"""Settings of a network that may change on the way: its function in evaluation is the same."""
+
+
+def _shape(shapes: dict[str, Any], name: str) -> str:
+    shape = shapes.get(name)
+    return "none" if shape is None else str(tuple(shape))
 
 
 def flat_settings(value: Any, prefix: str) -> dict[str, Any]:
-    """A config's values by their paths, as the command line names them."""
+    """Values by path; a class stands at the path of its object."""
     if not isinstance(value, dict):
         return {prefix: value}
     flat: dict[str, Any] = {}
@@ -70,15 +132,6 @@ def flat_settings(value: Any, prefix: str) -> dict[str, Any]:
         hidden = key in ("init_args", "class_path")
         flat |= flat_settings(inner, prefix if hidden else f"{prefix}.{key}".lstrip("."))
     return flat
-
-
-def is_complete(path: Path) -> bool:
-    """Whether a checkpoint file was written to its end (a zip archive with a sound directory)."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return bool(archive.namelist())
-    except (zipfile.BadZipFile, OSError):
-        return False
 
 
 def find_run_version(folder: Path, ckpt_path: str) -> int | None:

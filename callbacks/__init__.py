@@ -4,19 +4,23 @@ from .adaptive_experts import AdaptiveExperts
 from .balance import LossFreeBalance
 from .checkpoint import Checkpoint
 from .default_vectors import DefaultVectors
+from .event_files import EventFiles
 from .progress import ProgressBar
 from .random_state import RandomState
 from .routing_monitor import RoutingMonitor
+from .stopping import Stopped
 from .tables import MetricsTable, PredictionTable
 
 __all__ = [
     "AdaptiveExperts",
     "Checkpoint",
     "DefaultVectors",
+    "EventFiles",
     "LossFreeBalance",
     "MetricsTable",
     "PredictionTable",
     "ProgressBar",
     "RandomState",
     "RoutingMonitor",
+    "Stopped",
 ]

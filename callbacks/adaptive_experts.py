@@ -233,6 +233,8 @@ class AdaptiveExperts(L.Callback):
             )
         for record in self.records.values():  # a checkpoint is read to the CPU
             record.move(pl_module.device)
+        if trainer.ckpt_path:  # the table may know events that the checkpoint does not
+            self._write_table(trainer)
 
     # ------------------------------------------------------------------ the window
 
@@ -384,10 +386,9 @@ class AdaptiveExperts(L.Callback):
     # ------------------------------------------------------------------ what is told of it
 
     def _publish(self, trainer: L.Trainer, events: list[dict[str, Any]]) -> None:
-        folder = trainer.log_dir  # a broadcast: all processes have to ask
-        if not trainer.is_global_zero or not trainer.loggers:
+        self._write_table(trainer)
+        if not trainer.is_global_zero:
             return
-        write_csv(Path(folder) / "expert_events.csv", self.events, COLUMNS)
         for logger in trainer.loggers:
             for layer in dict.fromkeys(event["layer"] for event in events):
                 counts = {
@@ -400,6 +401,11 @@ class AdaptiveExperts(L.Callback):
             if add_text is not None:
                 for event in events:
                     add_text(f"experts/{event['layer']}", _sentence(event), trainer.global_step)
+
+    def _write_table(self, trainer: L.Trainer) -> None:
+        folder = trainer.log_dir  # a broadcast: all processes have to ask
+        if trainer.is_global_zero and trainer.loggers:
+            write_csv(Path(folder) / "expert_events.csv", self.events, COLUMNS)
 
     def _count(self, layer: str, kind: str) -> int:
         return sum(e["layer"] == layer and e["event"] == kind for e in self.events)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,8 +58,31 @@ def widest_float(device: torch.device | str) -> torch.dtype:
     return torch.float32 if torch.device(device).type == "mps" else torch.float64
 
 
+def disk_error(error: BaseException | None) -> OSError | None:
+    """The system's refusal to write that an error comes from: no room, no permission; or None."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in CANNOT_WRITE:
+            return error
+        error = error.__cause__ or error.__context__
+    return None
+
+
+CANNOT_WRITE = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EIO,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+)
+
+
 def write_csv(path: Path, rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
-    """Writes a whole table; a reader never sees half of it."""
+    """Writes a whole table; a reader never sees half of it. No rows: no file."""
+    if not rows:
+        path.unlink(missing_ok=True)
+        return
     temporary = path.with_suffix(".tmp")
     with temporary.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns, restval="")

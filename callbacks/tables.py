@@ -34,6 +34,8 @@ class MetricsTable(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._started = time.monotonic() - self._seconds
+        if trainer.ckpt_path:  # the file may know more than the checkpoint, or be another's
+            self._write(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.sanity_checking or trainer.state.fn != "fit":
@@ -64,11 +66,11 @@ class MetricsTable(L.Callback):
             write_csv(Path(folder) / "metrics.csv", self.rows, list(columns))
 
     def state_dict(self) -> dict[str, Any]:
-        running = self._started and time.monotonic() - self._started
-        return {"rows": self.rows, "seconds": running}
+        seconds = time.monotonic() - self._started if self._started else self._seconds
+        return {"rows": self.rows, "seconds": seconds}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.rows, self._seconds = list(state["rows"]), state["seconds"]
+        self.rows, self._seconds = list(state["rows"]), state.get("seconds", 0.0)
 
 
 FROM_MONITOR = ("/active_experts", "/experts_per_token", "/gflops_per_image", "/gflops_per_token")

@@ -54,6 +54,8 @@ class MoETask(L.LightningModule):
             raise ValueError(f"losses: no loss {min(unknown)!r}; there are {', '.join(LOSSES)}")
         self.blocks = moe_blocks(network)
         self._step_load: dict[str, Tensor] = {}
+        self._optimizer_settings: list[dict[str, Any]] = []
+        self._stop_later = False
         for name, block in self.blocks.items():
             self._check_losses(name, block)
 
@@ -70,6 +72,20 @@ class MoETask(L.LightningModule):
         block.router.train(training)
 
     def on_train_start(self) -> None:
+        """Has the configured optimizer settings win over those of a checkpoint."""
+        self._let_fused_optimizers_clip()
+        for scheduled, optimizer in zip(
+            self.trainer.lr_scheduler_configs, self.trainer.optimizers, strict=False
+        ):
+            scheduler = scheduled.scheduler
+            for group, settings in zip(
+                optimizer.param_groups, self._optimizer_settings, strict=False
+            ):
+                group |= settings | {"initial_lr": settings["lr"]}
+                group["lr"] *= self._rate(scheduler.last_epoch)
+            scheduler.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
+
+    def _let_fused_optimizers_clip(self) -> None:
         """Lets fused optimizers go with gradient clipping in mixed precision.
 
         Inside its step, where clipping comes too late, a fused optimizer would unscale the
@@ -112,6 +128,22 @@ class MoETask(L.LightningModule):
         """Runs after the callbacks have read the routings: lets go of their memory."""
         for block in self.blocks.values():
             block.routing = block.output_sums = None
+        self._stop_between_steps()
+
+    def on_validation_end(self) -> None:
+        """Runs after the callbacks, which may have asked for a stop."""
+        self._stop_between_steps()
+
+    def _stop_between_steps(self) -> None:
+        """Puts off a stop within an optimizer step, whose gradients no checkpoint holds."""
+        trainer = self.trainer
+        if trainer.state.fn != "fit":
+            return
+        if trainer.fit_loop._should_accumulate():
+            self._stop_later |= trainer.should_stop
+            trainer.should_stop = False
+        elif self._stop_later:
+            self._stop_later, trainer.should_stop = False, True
 
     def configure_optimizers(self) -> dict[str, Any]:
         """Optimizer over two groups (with and without weight decay), schedule by step."""
@@ -119,6 +151,10 @@ class MoETask(L.LightningModule):
             optimizer = self.optimizer(parameter_groups(self.network))
         except ValueError as error:
             raise ConfigError(f"model.optimizer: {error}") from error
+        self._optimizer_settings = [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups
+        ]
         scheduler = LambdaLR(optimizer, self._rate)
         return {
             "optimizer": optimizer,

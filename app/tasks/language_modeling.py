@@ -106,6 +106,7 @@ class LanguageModeling(MoETask):
         self._start_clock()
 
     def on_validation_end(self) -> None:
+        super().on_validation_end()
         self._start_clock()
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:

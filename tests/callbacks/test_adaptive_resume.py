@@ -178,7 +178,7 @@ def test_sums_survive_in_the_middle_of_an_accumulation(tmp_path, batch):
 class Elsewhere:
     """A trainer and a task on a device that is not the CPU."""
 
-    num_training_batches, device = 1, torch.device("meta")
+    num_training_batches, device, ckpt_path = 1, torch.device("meta"), None
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,10 @@ def test_random_state_makes_dropout_resume(tmp_path):
         assert same(dict(resumed.state_dict()), dict(whole.state_dict())) == equal
 
 
+class OneProcess:
+    world_size, global_rank = 1, 0
+
+
 def test_random_state_of_every_generator(tmp_path):
     """torch, NumPy and Python go on where they were, through a file without pickled code."""
 
@@ -116,10 +120,23 @@ def test_random_state_of_every_generator(tmp_path):
     callback = RandomState()
     callback.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     assert draw() != expected
-    callback.on_train_start(None, None)
+    callback.on_train_start(OneProcess, None)
     assert draw() == expected
-    callback.on_train_start(None, None)  # restored once, not at every start of training
+    callback.on_train_start(OneProcess, None)  # restored once, not at every start of training
     assert draw() != expected
+
+
+def test_random_state_of_another_number_of_processes(caplog):
+    """One line says that it can't be given back; nothing is drawn otherwise for it."""
+    callback = RandomState()
+    callback.load_state_dict({"ranks": 2 * callback.state_dict()["ranks"]})
+    torch.manual_seed(5)
+    with caplog.at_level("INFO"):
+        callback.on_train_start(OneProcess, None)
+    assert "holds the random state of 2 processes and there are 1" in caplog.text
+    drawn = torch.rand(3)
+    torch.manual_seed(5)
+    assert torch.equal(torch.rand(3), drawn)
 
 
 def test_predictions(tmp_path):

@@ -33,6 +33,15 @@ class Recorder(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Estimating(Recorder):
+    """Asks for the number of steps where Lightning then sets up the loaders too early (its issue
+    20550): before it has read where a resumed run stands."""
+
+    def configure_optimizers(self):
+        assert self.trainer.estimated_stepping_batches == EPOCHS * BATCHES
+        return super().configure_optimizers()
+
+
 class Stop(Callback):
     """Ends a run without ceremony, as a kill would."""
 
@@ -44,9 +53,9 @@ class Stop(Callback):
             raise KeyboardInterrupt
 
 
-def run(folder, callbacks=(), ckpt_path=None, max_epochs=EPOCHS, **options):
+def run(folder, callbacks=(), ckpt_path=None, max_epochs=EPOCHS, task=Recorder, **options):
     torch.manual_seed(0)
-    model = Recorder()
+    model = task()
     trainer = Trainer(
         default_root_dir=folder,
         accelerator="cpu",
@@ -78,6 +87,15 @@ def test_resume_after_any_step(tmp_path, uninterrupted, steps):
     run(tmp_path, [checkpoint])
     path = tmp_path / f"step={steps}.ckpt"
     assert run(tmp_path, ckpt_path=path) == uninterrupted[steps:]
+
+
+@pytest.mark.parametrize("steps", [2, 4, 7])
+def test_resume_of_a_task_that_asks_for_the_number_of_steps(tmp_path, uninterrupted, steps):
+    """Neither the wrong batches nor the order of another epoch."""
+    checkpoint = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    run(tmp_path, [checkpoint], task=Estimating)
+    resumed = run(tmp_path, ckpt_path=tmp_path / f"step={steps}.ckpt", task=Estimating)
+    assert resumed == uninterrupted[steps:]
 
 
 @pytest.mark.parametrize("at_train_end", [True, False])

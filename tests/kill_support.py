@@ -63,7 +63,7 @@ def serve() -> None:
     """Forks a child for every order, one after the other."""
     import sklearn.datasets  # noqa: F401
     import torch
-    import torch.utils.tensorboard  # noqa: F401
+    import torch.utils.tensorboard
 
     import app.cli  # noqa: F401
 

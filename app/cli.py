@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import importlib
 import logging
 import shlex
@@ -253,23 +252,23 @@ def main(argv: Sequence[str]) -> int:
         return 128 + signal.SIGINT
     except Exception as error:
         refused = disk_error(error)
-        if refused is None or refused.errno == errno.EACCES:
+        if refused is None:
             raise
-        where = f" {refused.filename}" if refused.filename else " a file of the run"
-        print(
-            f"error: cannot write{where}: {refused.strerror}. Make room, then go on with "
-            "--ckpt_path last",
-            file=sys.stderr,
-        )
+        where = refused.filename or "a file of the run"
+        then = "; mend that, then go on with --ckpt_path last" if argv[:1] == ["fit"] else ""
+        print(f"error: {where}: {refused.strerror}{then}", file=sys.stderr)
         return 2
     return 0
 
 
 @rank_zero_only
 def _say_how_to_go_on(argv: Sequence[str], what: str, checkpoint: str) -> None:
-    saved = f"saved {checkpoint}" if checkpoint else "nothing was saved since the last checkpoint"
-    print(f"{what}; {saved}", file=sys.stderr)
-    if argv[:1] == ["fit"]:
+    fit = argv[:1] == ["fit"]
+    if fit:
+        saved = checkpoint or "nothing since the last checkpoint"
+        what = f"{what}; saved {saved}"
+    print(what, file=sys.stderr)
+    if fit:
         words = ["python", "-m", "app", *_without_checkpoint(argv)]
         command = shlex.join([*words, "--ckpt_path", checkpoint or "last"])
         print(f"go on with: {command}", file=sys.stderr)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +81,14 @@ def differing_settings(path: Path, checkpoint: dict[str, Any], config: str) -> d
         raise ConfigError(f"ckpt_path: the config in {path} cannot be read") from error
     ours = flat_settings(yaml.safe_load(config), "")
     return {
-        key: f"{key} is {ours[key]} here, {theirs[key]} there"
+        key: f"{key} is {_short(ours[key])} here, {_short(theirs[key])} there"
         for key in ours
         if key in theirs and ours[key] != theirs[key]
     }
+
+
+def _short(value: Any) -> str:
+    return textwrap.shorten(str(value), 60, placeholder=" ...")
 
 
 def check_same_model(

@@ -60,22 +60,17 @@ def widest_float(device: torch.device | str) -> torch.dtype:
 
 def disk_error(error: BaseException | None) -> OSError | None:
     """The system's refusal to write that an error comes from: no room, no permission; or None."""
+    known = NO_ROOM + NOT_ALLOWED
     while error is not None:
-        if isinstance(error, OSError) and error.errno in CANNOT_WRITE:
+        if isinstance(error, OSError) and error.errno in known:
             return error
+        known = NO_ROOM  # a library may have met the others on its way and gone on
         error = error.__cause__ or error.__context__
     return None
 
 
-CANNOT_WRITE = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EIO,
-    errno.EROFS,
-    errno.EACCES,
-    errno.EPERM,
-)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def write_csv(path: Path, rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:

@@ -118,7 +118,7 @@ def test_the_second_ctrl_c_stops_at_once(here, monkeypatch, capsys):
     at(monkeypatch, 6, twice)
     assert fit() == 130
     said = capsys.readouterr().err
-    assert "interrupted; nothing was saved since the last checkpoint" in said
+    assert "interrupted; saved nothing since the last checkpoint" in said
     assert said.rstrip().endswith("--ckpt_path last")
     assert read_checkpoint(LAST)["global_step"] == 4
 

@@ -177,14 +177,15 @@ class App(LightningCLI):
         told = [text for key, text in differing.items() if key not in ("name", "runs")]
         if told:
             rank_zero_info(f"with other settings than before: {'; '.join(told)}")
-        if self.version is not None and trainer.is_global_zero and "event_files" in checkpoint:
+        goes_on = self.version is not None and isinstance(trainer.logger, TensorBoardLogger)
+        if goes_on and trainer.is_global_zero and "event_files" in checkpoint:
             rewind(Path(trainer.logger.log_dir), checkpoint["event_files"])
 
     def _purge(self) -> dict[str, int]:
         """Has a TensorBoard that is open forget the steps that a resumed run takes again."""
-        return (
-            {"purge_step": self.checkpoint["global_step"] + 1} if self.version is not None else {}
-        )
+        if self.version is None:
+            return {}
+        return {"purge_step": self.checkpoint.get("global_step", 0) + 1}
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """A trainer that logs to the run folder."""

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .experts import Experts, GeluExperts
+from .dispatch import Dispatcher
+from .experts import Experts, GeluExperts, compute_dtype
 from .routers import Router, TopK
 from .routing import Pairs, Routing
 
@@ -124,9 +125,9 @@ class MoEBlock(nn.Module):
             # A copy: the record stays what it was when experts come and go.
             routing = self.router(wide_TD, self.active_E.clone())
         pairs = routing.pairs()
-        y_ND = self.experts(x_TD.index_select(0, pairs.token_N), pairs)
-        weighted_ND = y_ND * pairs.take(routing.gates_TE)[:, None]
-        out_TD = torch.zeros_like(wide_TD).index_add(0, pairs.token_N, weighted_ND.to(wide_TD))
+        dispatcher = Dispatcher(pairs, routing.mask_TE)
+        y_ND = self.experts(dispatcher.gather(x_TD, compute_dtype(x_TD)), pairs)
+        out_TD = dispatcher.combine(y_ND, pairs.take(routing.gates_TE))
         if self.shared is not None:
             out_TD = out_TD + self._shared(x_TD)
         if self.collect and self.training:

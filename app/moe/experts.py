@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from .routing import Pairs
 
@@ -45,21 +48,23 @@ class Experts(nn.Module):
         Returns:
             y_ND: row n is E_e(x_n). Slots without rows get zero gradients, never None.
         """
-        stacked = tuple(self.parameters())
+        stacked, dtype = tuple(self.parameters()), compute_dtype(x_ND)
         aligned = self.dim % 8 == 0 and self.hidden % 8 == 0  # what grouped_mm takes
-        if x_ND.is_cuda and aligned and _grouped_dtype(x_ND) == torch.bfloat16:
+        if x_ND.is_cuda and aligned and dtype == torch.bfloat16:
             return self.expert(GroupedLinear(pairs), x_ND, *stacked)
         # One addmm per contiguous slice: on CPU faster than grouped_mm, and exact in any dtype.
         sizes = pairs.count_E.tolist()
-        rows = zip(*(weight.unbind(0) for weight in stacked), strict=True)
-        outputs = [
-            self.expert(F.linear, x_nD, *row)
-            for x_nD, row in zip(x_ND.split(sizes), rows, strict=True)
-            if len(x_nD)
-        ]
-        if not outputs:  # an empty slice keeps the graph, so that gradients are zero and not None
-            outputs = [self.expert(F.linear, x_ND, *(weight[0] for weight in stacked))]
-        return torch.cat(outputs)
+        # Without any row an empty slice keeps the graph: gradients are zero then and not None.
+        used = [slot for slot, size in enumerate(sizes) if size] or [0]
+        rows = zip(*(_Unstack.apply(weight, used, dtype) for weight in stacked), strict=True)
+        slices = x_ND.split([sizes[slot] for slot in used])
+        grid = x_ND.device.type == "cpu" and dtype == torch.bfloat16
+        return torch.cat(
+            [
+                self.expert(F.linear, _pad(x_nD) if grid else x_nD, *row)[: len(x_nD)]
+                for x_nD, row in zip(slices, rows, strict=True)
+            ]
+        )
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -150,13 +155,51 @@ class GroupedLinear:
         self.ends_E = pairs.count_E.cumsum(0).to(torch.int32)
 
     def __call__(self, x_NI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None) -> Tensor:
-        dtype = _grouped_dtype(x_NI)
+        dtype = compute_dtype(x_NI)
         y_NO = F.grouped_mm(x_NI.to(dtype), weight_EOI.to(dtype).transpose(1, 2), offs=self.ends_E)
         if y_NO.requires_grad:  # its backward refuses an expanded gradient, as of a sum
             y_NO.register_hook(Tensor.contiguous)
         return y_NO if bias_EO is None else y_NO + bias_EO.to(dtype)[self.expert_N]
 
 
-def _grouped_dtype(x: Tensor) -> torch.dtype:
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of matrix products with x: autocast's, where it is on."""
     device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    # Autocast leaves float64 alone.
+    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return x.dtype
+
+
+class _Unstack(Function):
+    """Stacked weights -> the weights of the slots in use, in the dtype of the products.
+
+    Only they are cast, and their gradients are written into one stacked tensor, 0 elsewhere.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, stacked: Tensor, used: list[int], dtype: torch.dtype) -> tuple:
+        ctx.used, ctx.shape, ctx.dtype = used, stacked.shape, stacked.dtype
+        return tuple(stacked[slot].to(dtype) for slot in used)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        stacked = grads[0].new_empty(ctx.shape, dtype=ctx.dtype)
+        rows = dict(zip(ctx.used, grads, strict=True))
+        for slot, row in enumerate(stacked):
+            if slot in rows:
+                row.copy_(rows[slot])
+            else:
+                row.zero_()
+        return stacked, None, None
+
+
+def _pad(x_nD: Tensor) -> Tensor:
+    """Zero rows up to one of 16 sizes an octave.
+
+    oneDNN compiles a kernel for every new shape of a bfloat16 product, which takes longer than
+    the product; the number of an expert's tokens is a new one in every batch.
+    """
+    step = 2 ** max(0, len(x_nD).bit_length() - 5)
+    return F.pad(x_nD, (0, 0, 0, -len(x_nD) % step))

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .dispatch import Dispatcher
+from .dispatch import Dispatcher, sum_by_expert
 from .experts import Experts, GeluExperts, compute_dtype
 from .routers import Router, TopK
 from .routing import Pairs, Routing
@@ -134,8 +134,8 @@ class MoEBlock(nn.Module):
             self.output_sums = self._sum_outputs(y_ND.detach(), pairs, routing)
         if self.default_vectors != "none":
             with torch.autocast(x.device.type, enabled=False):
-                default_TD = routing.default_weights_TE() @ self._defaults().to(wide_TD)
-            out_TD = out_TD + default_TD
+                default_ED = self._defaults().to(out_TD)
+                out_TD = torch.addmm(out_TD, routing.default_weights_TE(), default_ED)
         self.routing = routing
         return out_TD.to(x.dtype).reshape(x.shape)
 
@@ -147,10 +147,9 @@ class MoEBlock(nn.Module):
         weight_N = torch.ones(len(y_ND), device=y_ND.device)
         if self.collect == "router":
             weight_N = pairs.take(routing.probs_TE.detach())
-        y_ND = y_ND.to(weight_N.dtype) * weight_N[:, None]
-        sum_ED = y_ND.new_zeros(self.slots, self.dim).index_add(0, pairs.expert_N, y_ND)
+        y_ND = y_ND.to(weight_N.dtype)
         weight_E = weight_N.new_zeros(self.slots).index_add(0, pairs.expert_N, weight_N)
-        return OutputSums(sum_ED, weight_E)
+        return OutputSums(sum_by_expert(y_ND, weight_N, pairs), weight_E)
 
     def _defaults(self) -> Tensor:
         if self.lookahead is not None and self.training:

@@ -26,14 +26,8 @@ class Dispatcher:
     """
 
     def __init__(self, pairs: Pairs, mask_TE: Tensor) -> None:
-        tokens, slots = mask_TE.shape
         self.token_N = pairs.token_N
-        rows = len(pairs.token_N)
-        table_P = torch.empty(tokens * slots, dtype=torch.int64, device=mask_TE.device)
-        row_N = torch.arange(rows, device=mask_TE.device)
-        table_P.scatter_(0, pairs.token_N * slots + pairs.expert_N, row_N)
-        taken_N = mask_TE.flatten().nonzero_static(size=rows).squeeze(1)
-        self.row_N = table_P.index_select(0, taken_N)  # rows in the order of their tokens
+        self.row_N = pairs.token_N.argsort(stable=True)  # rows in the order of their tokens
         count_T = mask_TE.sum(1)
         self.start_T = count_T.cumsum(0) - count_T  # where a token's rows begin in row_N
 
@@ -56,6 +50,16 @@ class Dispatcher:
         )
 
 
+def sum_by_expert(y_ND: Tensor, weight_N: Tensor, pairs: Pairs) -> Tensor:
+    """Sum over each expert's rows of weight * y (E, D), in y's dtype. Without gradient."""
+    if y_ND.is_cuda or not len(y_ND):  # few and long bags: CUDA would walk them one row at a time
+        zeros_ED = y_ND.new_zeros(len(pairs.count_E), y_ND.shape[1])
+        return zeros_ED.index_add(0, pairs.expert_N, y_ND * weight_N[:, None])
+    row_N = torch.arange(len(y_ND), device=y_ND.device)
+    start_E = pairs.count_E.cumsum(0) - pairs.count_E
+    return F.embedding_bag(row_N, y_ND, start_E, mode="sum", per_sample_weights=weight_N)
+
+
 class _Gather(Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, dtype: torch.dtype, dispatcher: Dispatcher) -> Tensor:
@@ -65,7 +69,7 @@ class _Gather(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.dispatcher.sum_by_token(grad_ND.to(ctx.dtype)), None, None
+        return ctx.dispatcher.sum_by_token(grad_ND).to(ctx.dtype), None, None
 
 
 class _Combine(Function):
@@ -79,6 +83,14 @@ class _Combine(Function):
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor, None]:
         y_ND, gate_N = ctx.saved_tensors
-        grad_ND = grad_TD.index_select(0, ctx.dispatcher.token_N)
-        grad_gate_N = (grad_ND * y_ND).sum(1)
-        return grad_ND.mul_(gate_N[:, None]).to(y_ND.dtype), grad_gate_N, None
+        grad_y_ND, grad_gate_N = torch.empty_like(y_ND), torch.empty_like(gate_N)
+        parts = (ctx.dispatcher.token_N, y_ND, gate_N, grad_y_ND, grad_gate_N)
+        # In parts that stay in a CPU's cache, instead of temporaries of N rows.
+        size = 1024 if y_ND.device.type == "cpu" else max(1, len(y_ND))
+        for token_n, y_nD, gate_n, grad_y_nD, grad_gate_n in zip(
+            *(part.split(size) for part in parts), strict=True
+        ):
+            grad_nD = grad_TD.index_select(0, token_n)
+            torch.sum(grad_nD * y_nD.to(grad_nD), 1, out=grad_gate_n)
+            torch.mul(grad_nD, gate_n[:, None], out=grad_y_nD)
+        return grad_y_ND, grad_gate_N, None

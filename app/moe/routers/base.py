@@ -87,6 +87,14 @@ class SoftmaxRouter(Router):
         return F.linear(x_TD, self.weight.to(x_TD)).masked_fill(~active_E, -torch.inf)
 
 
+def softmax(logits_TR: Tensor) -> Tensor:
+    """Softmax of each row."""
+    if logits_TR.is_cuda:
+        return logits_TR.softmax(1)
+    # On CPU many times as fast along the long dimension as within short rows.
+    return logits_TR.t().softmax(0).t().contiguous()
+
+
 def renormalize(gates_TE: Tensor) -> Tensor:
     """Rescales each token's gates to sum 1; rows of zeros stay zero."""
     total_T1 = gates_TE.sum(1, keepdim=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .base import SoftmaxRouter, SoftmaxRouting
+from .base import SoftmaxRouter, SoftmaxRouting, softmax
 
 
 class Dense(SoftmaxRouter):
@@ -15,6 +15,6 @@ class Dense(SoftmaxRouter):
 
     def forward(self, x_TD: Tensor, active_E: Tensor) -> SoftmaxRouting:
         logits_TE = self.logits(x_TD, active_E)
-        probs_TE = logits_TE.softmax(1)
+        probs_TE = softmax(logits_TE)
         mask_TE = active_E.expand_as(probs_TE)
         return SoftmaxRouting(mask_TE, probs_TE, active_E, x_TD.detach(), logits_TE, probs_TE)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import Router, SoftmaxRouting
+from .base import Router, SoftmaxRouting, softmax
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Ternary(Router):
         active_R = torch.cat([active_E.repeat(num_levels), nulls_K])
         logits_TR = F.linear(x_TD, self.weight.to(x_TD)) + self.shift_R.to(x_TD)
         logits_TR = logits_TR.masked_fill(~active_R, -torch.inf)
-        probs_TR = logits_TR.softmax(1)
+        probs_TR = softmax(logits_TR)
         kept_TK = logits_TR.detach().topk(self.k, dim=1).indices  # p may underflow, logits not
         chosen_TR = torch.zeros_like(probs_TR, dtype=torch.bool).scatter_(1, kept_TK, True)
         chosen_TR = chosen_TR & active_R

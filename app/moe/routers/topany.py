@@ -95,7 +95,9 @@ class TopAny(Router):
     def forward(self, x_TD: Tensor, active_E: Tensor) -> TopAnyRouting:
         features_TD = x_TD if self.mlp is None else self.mlp(x_TD)
         vectors_ED = self.weight.to(x_TD)
-        similarity_TE = F.normalize(features_TD, dim=1) @ F.normalize(vectors_ED, dim=1).t()
+        # Divided after the product: the rows of D numbers are passed over once less each way.
+        norm_T1 = torch.linalg.vector_norm(features_TD, dim=1, keepdim=True).clamp_min(1e-12)
+        similarity_TE = F.linear(features_TD, F.normalize(vectors_ED, dim=1)) / norm_T1
         threshold_E = self.threshold.to(x_TD)
         tau = self.log_temperature.to(x_TD).exp().clamp_min(0.01)
         taken_TE = (similarity_TE > threshold_E) & active_E

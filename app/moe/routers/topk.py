@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import SoftmaxRouter, SoftmaxRouting, renormalize
+from .base import SoftmaxRouter, SoftmaxRouting, renormalize, softmax
 
 
 class TopK(SoftmaxRouter):
@@ -76,7 +76,7 @@ class TopK(SoftmaxRouter):
         if self.training and self.noise_weight is not None:
             spread_TE = F.softplus(F.linear(input_TD, self.noise_weight.to(x_TD)))
             logits_TE = logits_TE + torch.randn_like(spread_TE) * spread_TE
-        probs_TE = logits_TE.softmax(1)
+        probs_TE = softmax(logits_TE)
         if self.estimator == "sparsemixer":
             mask_TE, gates_TE = sparsemixer(logits_TE, self.k, self.jitter, draw=self.training)
         else:

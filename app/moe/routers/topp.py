@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .base import SoftmaxRouter, SoftmaxRouting, renormalize
+from .base import SoftmaxRouter, SoftmaxRouting, renormalize, softmax
 
 
 class TopP(SoftmaxRouter):
@@ -31,7 +31,7 @@ class TopP(SoftmaxRouter):
 
     def forward(self, x_TD: Tensor, active_E: Tensor) -> SoftmaxRouting:
         logits_TE = self.logits(x_TD, active_E)
-        probs_TE = logits_TE.softmax(1)
+        probs_TE = softmax(logits_TE)
         sorted_TE, order_TE = probs_TE.detach().sort(1, descending=True)
         before_TE = sorted_TE.cumsum(1) - sorted_TE  # covered by the experts ahead in the order
         before_TE[:, :1] = -1.0

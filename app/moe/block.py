@@ -117,6 +117,8 @@ class MoEBlock(nn.Module):
         self.output_sums: OutputSums | None = None
         self.lookahead: Callable[[OutputSums], Tensor] | None = None
 
+    # Sizes differ in every batch, so compiling the block never ends: one clean break instead.
+    @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
         """(..., D) -> (..., D), in x's dtype; leaves `routing` behind."""
         x_TD = x.reshape(-1, self.dim)

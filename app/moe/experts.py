@@ -159,7 +159,8 @@ class GroupedLinear:
         y_NO = F.grouped_mm(x_NI.to(dtype), weight_EOI.to(dtype).transpose(1, 2), offs=self.ends_E)
         if y_NO.requires_grad:  # its backward refuses an expanded gradient, as of a sum
             y_NO.register_hook(Tensor.contiguous)
-        return y_NO if bias_EO is None else y_NO + bias_EO.to(dtype)[self.expert_N]
+        # An embedding: indexing's backward pass adds the many rows of an expert one after another.
+        return y_NO if bias_EO is None else y_NO + F.embedding(self.expert_N, bias_EO.to(dtype))
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

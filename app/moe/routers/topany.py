@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from ..routing import Routing
 from .base import Router, renormalize
@@ -95,8 +97,8 @@ class TopAny(Router):
     def forward(self, x_TD: Tensor, active_E: Tensor) -> TopAnyRouting:
         features_TD = x_TD if self.mlp is None else self.mlp(x_TD)
         vectors_ED = self.weight.to(x_TD)
-        # Divided after the product: the rows of D numbers are passed over once less each way.
-        norm_T1 = torch.linalg.vector_norm(features_TD, dim=1, keepdim=True).clamp_min(1e-12)
+        # Divided after the product: no further table of T rows and D columns, forward or backward.
+        norm_T1 = _Norm.apply(features_TD).clamp_min(1e-12)
         similarity_TE = F.linear(features_TD, F.normalize(vectors_ED, dim=1)) / norm_T1
         threshold_E = self.threshold.to(x_TD)
         tau = self.log_temperature.to(x_TD).exp().clamp_min(0.01)
@@ -133,6 +135,22 @@ class TopAny(Router):
     def flops_per_token(self) -> int:
         deep = 0 if self.mlp is None else 4 * self.mlp[0].weight.numel()
         return super().flops_per_token() + deep
+
+
+class _Norm(Function):
+    """Length of each row (T, 1). Torch's own backward pass makes four tables of x's size."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor) -> Tensor:
+        norm_T1 = torch.linalg.vector_norm(x_TD, dim=1, keepdim=True)
+        ctx.save_for_backward(x_TD, norm_T1)
+        return norm_T1
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_T1: Tensor) -> Tensor:
+        x_TD, norm_T1 = ctx.saved_tensors
+        return x_TD * torch.where(norm_T1 > 0, grad_T1 / norm_T1, 0.0)
 
 
 def _straight_through(taken_TE: Tensor, margin_TE: Tensor) -> Tensor:

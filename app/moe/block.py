@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .dispatch import Dispatcher, sum_by_expert
+from .dispatch import Dispatcher
 from .experts import Experts, GeluExperts, compute_dtype
 from .routers import Router, TopK
 from .routing import Pairs, Routing
@@ -126,14 +126,16 @@ class MoEBlock(nn.Module):
             wide_TD = x_TD if x.dtype == torch.float64 else x_TD.float()
             # A copy: the record stays what it was when experts come and go.
             routing = self.router(wide_TD, self.active_E.clone())
-        pairs = routing.pairs()
-        dispatcher = Dispatcher(pairs, routing.mask_TE)
-        y_ND = self.experts(dispatcher.gather(x_TD, compute_dtype(x_TD)), pairs)
-        out_TD = dispatcher.combine(y_ND, pairs.take(routing.gates_TE))
+        pairs, dtype = routing.pairs(), compute_dtype(x_TD)
+        slots, sizes = self.experts.plan(x_TD, pairs)
+        dispatcher = Dispatcher(pairs.token_N, sizes, dtype)
+        outputs = self.experts.parts(dispatcher.gather(x_TD), slots, pairs)
+        gate_N = pairs.take(routing.gates_TE)
+        out_TD = dispatcher.combine(outputs, gate_N, len(x_TD))
         if self.shared is not None:
             out_TD = out_TD + self._shared(x_TD)
         if self.collect and self.training:
-            self.output_sums = self._sum_outputs(y_ND.detach(), pairs, routing)
+            self.output_sums = self._sum_outputs(outputs, sizes, slots, pairs, routing)
         if self.default_vectors != "none":
             with torch.autocast(x.device.type, enabled=False):
                 default_ED = self._defaults().to(out_TD)
@@ -145,13 +147,27 @@ class MoEBlock(nn.Module):
         weights = (weight.squeeze(0) for weight in self.shared.parameters())
         return self.shared.expert(F.linear, x_TD, *weights)
 
-    def _sum_outputs(self, y_ND: Tensor, pairs: Pairs, routing: Routing) -> OutputSums:
-        weight_N = torch.ones(len(y_ND), device=y_ND.device)
+    @torch.no_grad()
+    def _sum_outputs(
+        self,
+        outputs: list[Tensor],
+        sizes: list[int],
+        slots: list[int] | None,
+        pairs: Pairs,
+        routing: Routing,
+    ) -> OutputSums:
+        weight_N = torch.ones(len(pairs.token_N), device=pairs.token_N.device)
         if self.collect == "router":
-            weight_N = pairs.take(routing.probs_TE.detach())
-        y_ND = y_ND.to(weight_N.dtype)
+            weight_N = pairs.take(routing.probs_TE)
         weight_E = weight_N.new_zeros(self.slots).index_add(0, pairs.expert_N, weight_N)
-        return OutputSums(sum_by_expert(y_ND, weight_N, pairs), weight_E)
+        sum_ED = weight_N.new_zeros(self.slots, self.dim)
+        if slots is None:
+            weighted_ND = outputs[0].to(weight_N.dtype) * weight_N[:, None]
+            sum_ED.index_add_(0, pairs.expert_N, weighted_ND)
+        else:
+            for slot, y_nD, weight_n in zip(slots, outputs, weight_N.split(sizes), strict=True):
+                sum_ED[slot] = weight_n @ y_nD[: len(weight_n)].to(weight_n.dtype)
+        return OutputSums(sum_ED, weight_E)
 
     def _defaults(self) -> Tensor:
         if self.lookahead is not None and self.training:

@@ -1,96 +1,105 @@
 """Rows to their experts and back to their tokens (shape legend in routing.py).
 
-Both ways are gathers, forward and backward: a token's rows are added in a fixed order by one
-embedding bag, which is faster than `index_add` and deterministic on every device.
+Part by part, a part being the rows of one expert (or of all, where one grouped product takes them):
+no table of N rows is made, and what is at work stays in a CPU's cache. Suffix n: rows of one part.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from .routing import Pairs
-
 
 class Dispatcher:
-    """Carries rows between tokens and experts, for one batch.
+    """Carries rows between tokens and parts, for one batch.
+
+    On CPU a part of bfloat16 rows ends in rows of zeros, up to one of 16 sizes an octave: oneDNN
+    compiles a kernel for every new shape of a product, which takes longer than the product, and
+    the number of an expert's tokens is a new one in every batch.
 
     Args:
-        pairs: the executed pairs.
-        mask_TE: the same pairs as a table.
+        token_N: token of each row.
+        sizes: rows of each part.
+        dtype: what experts compute in.
     """
 
-    def __init__(self, pairs: Pairs, mask_TE: Tensor) -> None:
-        self.token_N = pairs.token_N
-        self.row_N = pairs.token_N.argsort(stable=True)  # rows in the order of their tokens
-        count_T = mask_TE.sum(1)
-        self.start_T = count_T.cumsum(0) - count_T  # where a token's rows begin in row_N
+    def __init__(self, token_N: Tensor, sizes: list[int], dtype: torch.dtype) -> None:
+        self.sizes, self.dtype = sizes, dtype
+        self.tokens = token_N.split(sizes)
+        on_grid = dtype == torch.bfloat16 and not token_N.is_cuda
+        self.padded = [_on_grid(size) if on_grid else size for size in sizes]
 
-    def gather(self, x_TD: Tensor, dtype: torch.dtype) -> Tensor:
-        """The token of each pair (N, D), in `dtype`. Its gradient is summed in x's own dtype."""
-        return _Gather.apply(x_TD, dtype, self)
+    def gather(self, x_TD: Tensor) -> tuple[Tensor, ...]:
+        """Each part's rows (n, D), in `dtype`. The gradient is summed in x's own dtype."""
+        return _Gather.apply(x_TD, self)
 
-    def combine(self, y_ND: Tensor, gate_N: Tensor) -> Tensor:
-        """Sum over each token's pairs of gate * y (T, D), in the dtype of the gates."""
-        return _Combine.apply(y_ND, gate_N, self)
+    def combine(self, parts: Sequence[Tensor], gate_N: Tensor, tokens: int) -> Tensor:
+        """Sum over each token's rows of gate * y (T, D), in the dtype of the gates."""
+        return _Combine.apply(gate_N, tokens, self, *parts)
 
-    def sum_by_token(self, y_ND: Tensor, weight_N: Tensor | None = None) -> Tensor:
-        """Sum over each token's rows [times a weight in y's dtype] (T, D). Without gradient."""
-        if not len(y_ND):
-            return y_ND.new_zeros(len(self.start_T), y_ND.shape[1])
-        if weight_N is not None:
-            weight_N = weight_N.index_select(0, self.row_N)
-        return F.embedding_bag(
-            self.row_N, y_ND, self.start_T, mode="sum", per_sample_weights=weight_N
-        )
-
-
-def sum_by_expert(y_ND: Tensor, weight_N: Tensor, pairs: Pairs) -> Tensor:
-    """Sum over each expert's rows of weight * y (E, D), in y's dtype. Without gradient."""
-    if y_ND.is_cuda or not len(y_ND):  # few and long bags: CUDA would walk them one row at a time
-        zeros_ED = y_ND.new_zeros(len(pairs.count_E), y_ND.shape[1])
-        return zeros_ED.index_add(0, pairs.expert_N, y_ND * weight_N[:, None])
-    row_N = torch.arange(len(y_ND), device=y_ND.device)
-    start_E = pairs.count_E.cumsum(0) - pairs.count_E
-    return F.embedding_bag(row_N, y_ND, start_E, mode="sum", per_sample_weights=weight_N)
+    def take(self, x_TD: Tensor) -> list[Tensor]:
+        """Each part's rows, padded. Without gradient."""
+        parts = []
+        for token_n, size, padded in zip(self.tokens, self.sizes, self.padded, strict=True):
+            x_nD = x_TD.new_empty(padded, x_TD.shape[1])
+            torch.index_select(x_TD, 0, token_n, out=x_nD[:size])
+            x_nD[size:].zero_()
+            parts.append(x_nD)
+        return parts
 
 
 class _Gather(Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, dtype: torch.dtype, dispatcher: Dispatcher) -> Tensor:
-        ctx.dispatcher, ctx.dtype = dispatcher, x_TD.dtype
-        return x_TD.to(dtype).index_select(0, dispatcher.token_N)
+    def forward(ctx: Any, x_TD: Tensor, dispatcher: Dispatcher) -> tuple[Tensor, ...]:
+        ctx.dispatcher, ctx.shape, ctx.dtype = dispatcher, x_TD.shape, x_TD.dtype
+        return tuple(dispatcher.take(x_TD.to(dispatcher.dtype)))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.dispatcher.sum_by_token(grad_ND).to(ctx.dtype), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        grad_TD = grads[0].new_zeros(ctx.shape, dtype=ctx.dtype)
+        for token_n, grad_nD in zip(ctx.dispatcher.tokens, grads, strict=True):
+            grad_TD.index_add_(0, token_n, grad_nD[: len(token_n)].to(ctx.dtype))
+        return grad_TD, None
 
 
 class _Combine(Function):
     @staticmethod
-    def forward(ctx: Any, y_ND: Tensor, gate_N: Tensor, dispatcher: Dispatcher) -> Tensor:
+    def forward(
+        ctx: Any, gate_N: Tensor, tokens: int, dispatcher: Dispatcher, *parts: Tensor
+    ) -> Tensor:
         ctx.dispatcher = dispatcher
-        ctx.save_for_backward(y_ND, gate_N)
-        return dispatcher.sum_by_token(y_ND.to(gate_N.dtype), gate_N)
+        ctx.save_for_backward(gate_N, *parts)
+        out_TD = gate_N.new_zeros(tokens, parts[0].shape[1])
+        gates = gate_N.split(dispatcher.sizes)
+        for token_n, gate_n, y_nD in zip(dispatcher.tokens, gates, parts, strict=True):
+            weighted_nD = y_nD[: len(token_n)].to(gate_n.dtype) * gate_n[:, None]
+            out_TD.index_add_(0, token_n, weighted_nD)
+        return out_TD
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor, None]:
-        y_ND, gate_N = ctx.saved_tensors
-        grad_y_ND, grad_gate_N = torch.empty_like(y_ND), torch.empty_like(gate_N)
-        parts = (ctx.dispatcher.token_N, y_ND, gate_N, grad_y_ND, grad_gate_N)
-        # In parts that stay in a CPU's cache, instead of temporaries of N rows.
-        size = 1024 if y_ND.device.type == "cpu" else max(1, len(y_ND))
-        for token_n, y_nD, gate_n, grad_y_nD, grad_gate_n in zip(
-            *(part.split(size) for part in parts), strict=True
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
+        gate_N, *parts = ctx.saved_tensors
+        grad_gate_N, grad_parts = torch.empty_like(gate_N), []
+        sizes = ctx.dispatcher.sizes
+        for token_n, gate_n, grad_gate_n, y_nD in zip(
+            ctx.dispatcher.tokens, gate_N.split(sizes), grad_gate_N.split(sizes), parts, strict=True
         ):
-            grad_nD = grad_TD.index_select(0, token_n)
-            torch.sum(grad_nD * y_nD.to(grad_nD), 1, out=grad_gate_n)
-            torch.mul(grad_nD, gate_n[:, None], out=grad_y_nD)
-        return grad_y_ND, grad_gate_N, None
+            size = len(token_n)
+            grad_nD, grad_y_nD = grad_TD.index_select(0, token_n), torch.empty_like(y_nD)
+            torch.sum(grad_nD * y_nD[:size].to(grad_nD), 1, out=grad_gate_n)
+            torch.mul(grad_nD, gate_n[:, None], out=grad_y_nD[:size])
+            grad_y_nD[size:].zero_()
+            grad_parts.append(grad_y_nD)
+        return grad_gate_N, None, None, *grad_parts
+
+
+def _on_grid(rows: int) -> int:
+    step = 2 ** max(0, rows.bit_length() - 5)
+    return rows + -rows % step

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -48,23 +48,34 @@ class Experts(nn.Module):
         Returns:
             y_ND: row n is E_e(x_n). Slots without rows get zero gradients, never None.
         """
-        stacked, dtype = tuple(self.parameters()), compute_dtype(x_ND)
+        slots, sizes = self.plan(x_ND, pairs)
+        return torch.cat(self.parts(x_ND.split(sizes), slots, pairs))
+
+    def plan(self, x: Tensor, pairs: Pairs) -> tuple[list[int] | None, list[int]]:
+        """The parts in which the pairs are computed: the slot of each and its number of rows.
+
+        On CUDA all rows in one part (slots None) where the grouped product takes them, without a
+        host sync. Elsewhere one part for each slot with rows, but never none: an empty part keeps
+        the graph, so that gradients are zero and not None.
+        """
         aligned = self.dim % 8 == 0 and self.hidden % 8 == 0  # what grouped_mm takes
-        if x_ND.is_cuda and aligned and dtype == torch.bfloat16:
-            return self.expert(GroupedLinear(pairs), x_ND, *stacked)
-        # One addmm per contiguous slice: on CPU faster than grouped_mm, and exact in any dtype.
+        if x.is_cuda and aligned and compute_dtype(x) == torch.bfloat16:
+            return None, [len(pairs.token_N)]
         sizes = pairs.count_E.tolist()
-        # Without any row an empty slice keeps the graph: gradients are zero then and not None.
-        used = [slot for slot, size in enumerate(sizes) if size] or [0]
-        rows = zip(*(_Unstack.apply(weight, used, dtype) for weight in stacked), strict=True)
-        slices = x_ND.split([sizes[slot] for slot in used])
-        grid = x_ND.device.type == "cpu" and dtype == torch.bfloat16
-        return torch.cat(
-            [
-                self.expert(F.linear, _pad(x_nD) if grid else x_nD, *row)[: len(x_nD)]
-                for x_nD, row in zip(slices, rows, strict=True)
-            ]
-        )
+        slots = [slot for slot, size in enumerate(sizes) if size] or [0]
+        return slots, [sizes[slot] for slot in slots]
+
+    def parts(
+        self, inputs: Sequence[Tensor], slots: list[int] | None, pairs: Pairs
+    ) -> list[Tensor]:
+        """Outputs of the parts of a `plan`, from the rows of each (n, D)."""
+        stacked = tuple(self.parameters())
+        if slots is None:
+            return [self.expert(GroupedLinear(pairs), inputs[0], *stacked)]
+        # One addmm per contiguous slice: on CPU faster than grouped_mm, and exact in any dtype.
+        dtype = compute_dtype(inputs[0])
+        rows = zip(*(_Unstack.apply(weight, slots, dtype) for weight in stacked), strict=True)
+        return [self.expert(F.linear, x, *row) for x, row in zip(inputs, rows, strict=True)]
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -179,28 +190,18 @@ class _Unstack(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, stacked: Tensor, used: list[int], dtype: torch.dtype) -> tuple:
-        ctx.used, ctx.shape, ctx.dtype = used, stacked.shape, stacked.dtype
-        return tuple(stacked[slot].to(dtype) for slot in used)
+    def forward(ctx: Any, stacked: Tensor, slots: list[int], dtype: torch.dtype) -> tuple:
+        ctx.slots, ctx.shape, ctx.dtype = slots, stacked.shape, stacked.dtype
+        return tuple(stacked[slot].to(dtype) for slot in slots)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         stacked = grads[0].new_empty(ctx.shape, dtype=ctx.dtype)
-        rows = dict(zip(ctx.used, grads, strict=True))
+        rows = dict(zip(ctx.slots, grads, strict=True))
         for slot, row in enumerate(stacked):
             if slot in rows:
                 row.copy_(rows[slot])
             else:
                 row.zero_()
         return stacked, None, None
-
-
-def _pad(x_nD: Tensor) -> Tensor:
-    """Zero rows up to one of 16 sizes an octave.
-
-    oneDNN compiles a kernel for every new shape of a bfloat16 product, which takes longer than
-    the product; the number of an expert's tokens is a new one in every batch.
-    """
-    step = 2 ** max(0, len(x_nD).bit_length() - 5)
-    return F.pad(x_nD, (0, 0, 0, -len(x_nD) % step))

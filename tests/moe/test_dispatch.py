@@ -6,78 +6,67 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from app.moe import GeluExperts, MoEBlock, Pairs, TopAny
-from app.moe.dispatch import Dispatcher, sum_by_expert
+from app.moe import MoEBlock, TopAny, TopK
+from app.moe.dispatch import Dispatcher
 
 from .cases import DIM, make_block, tokens
 from .test_block import ROUTERS
-from .test_experts import group
 
-MASKS = {
-    "mixed": [[1, 0, 1], [0, 0, 0], [1, 1, 1], [0, 1, 0]],
-    "first and last token nowhere": [[0, 0, 0], [0, 1, 1], [0, 0, 0]],
-    "all": [[1, 1], [1, 1]],
-    "none": [[0, 0, 0], [0, 0, 0]],
+PARTS = {
+    "two": ([2, 0, 1, 3, 0], [2, 3]),
+    "one token in all": ([1, 1, 1], [1, 1, 1]),
+    "one part": ([0, 2, 0, 3], [4]),
+    "no row": ([], [0]),
 }
-
-
-def dispatch(rows: list[list[int]]) -> tuple[Dispatcher, list[tuple[int, int]]]:
-    """A dispatcher, and the pairs (expert, token) that it stands for, in their order."""
-    mask_TE = torch.tensor(rows, dtype=torch.bool)
-    expert_N, token_N = mask_TE.t().nonzero(as_tuple=True)
-    pairs = Pairs(expert_N, token_N, mask_TE.sum(0))
-    return Dispatcher(pairs, mask_TE), list(zip(expert_N.tolist(), token_N.tolist(), strict=True))
 
 
 def double(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, requires_grad=True)
 
 
-@pytest.mark.parametrize("rows", MASKS.values(), ids=MASKS)
-def test_gather_and_combine_equal_loops(rows: list[list[int]]) -> None:
+@pytest.mark.parametrize(("tokens_N", "sizes"), PARTS.values(), ids=PARTS)
+def test_gather_and_combine_equal_loops(tokens_N: list[int], sizes: list[int]) -> None:
     """Forward exactly, backward against finite differences."""
-    dispatcher, pairs = dispatch(rows)
-    x_TD, y_ND, gate_N = double(len(rows), 4), double(len(pairs), 4), double(len(pairs))
-    x_ND = dispatcher.gather(x_TD, torch.float64)
-    assert [row.tolist() for row in x_ND] == [x_TD[token].tolist() for _, token in pairs]
+    dispatcher = Dispatcher(torch.tensor(tokens_N, dtype=torch.int64), sizes, torch.float64)
+    x_TD, y_ND, gate_N = double(5, 4), double(len(tokens_N), 4), double(len(tokens_N))
+    parts = dispatcher.gather(x_TD)
+    assert [len(part) for part in parts] == sizes
+    assert torch.cat(parts).tolist() == [x_TD[token].tolist() for token in tokens_N]
     expected_TD = torch.zeros_like(x_TD)
-    for (_, token), y_D, gate in zip(pairs, y_ND, gate_N, strict=True):
+    for token, y_D, gate in zip(tokens_N, y_ND, gate_N, strict=True):
         expected_TD[token] += gate * y_D
-    torch.testing.assert_close(dispatcher.combine(y_ND, gate_N), expected_TD)
-    assert torch.autograd.gradcheck(lambda x: dispatcher.gather(x, torch.float64), x_TD)
-    assert torch.autograd.gradcheck(dispatcher.combine, (y_ND, gate_N))
 
+    def combine(y_ND: Tensor, gate_N: Tensor) -> Tensor:
+        return dispatcher.combine(y_ND.split(sizes), gate_N, 5)
 
-def test_combine_in_several_parts() -> None:
-    """More rows than one part of the backward pass holds."""
-    dispatcher, pairs = dispatch(torch.ones(700, 4).tolist())
-    y_ND, gate_N, weight_TD = double(len(pairs), 2), double(len(pairs)), double(700, 2).detach()
-    actual_TD = dispatcher.combine(y_ND, gate_N)
-    token_N = torch.tensor([token for _, token in pairs])
-    expected_TD = torch.zeros(700, 2).double().index_add(0, token_N, y_ND * gate_N[:, None])
-    torch.testing.assert_close(actual_TD, expected_TD)
-    inputs = (y_ND, gate_N)
-    got = torch.autograd.grad((actual_TD * weight_TD).sum(), inputs)
-    want = torch.autograd.grad((expected_TD * weight_TD).sum(), inputs)
-    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(combine(y_ND, gate_N), expected_TD)
+    assert torch.autograd.gradcheck(dispatcher.gather, x_TD)
+    assert torch.autograd.gradcheck(combine, (y_ND, gate_N))
 
 
 def test_half_precision_rows_add_up_in_the_gates_dtype() -> None:
-    """1 + 2^-10 of two bfloat16 rows is no bfloat16 number."""
-    dispatcher, _ = dispatch([[1, 1]])
-    y_ND = torch.tensor([[1.0], [2.0**-10]], dtype=torch.bfloat16)
-    assert dispatcher.combine(y_ND, torch.ones(2)).item() == 1.0 + 2.0**-10
-    assert dispatcher.gather(torch.ones(1, 1), torch.bfloat16).dtype == torch.bfloat16
+    """1 + 2^-10 of two bfloat16 rows is no bfloat16 number; so it is with gradients."""
+    dispatcher = Dispatcher(torch.tensor([0, 0]), [1, 1], torch.bfloat16)
+    parts = [torch.tensor([[1.0]]).bfloat16(), torch.tensor([[2.0**-10]]).bfloat16()]
+    assert dispatcher.combine(parts, torch.ones(2), 1).item() == 1.0 + 2.0**-10
+    x_TD = torch.ones(1, 1, requires_grad=True)
+    rows = dispatcher.gather(x_TD)
+    assert all(row.dtype == torch.bfloat16 for row in rows)
+    torch.autograd.backward(rows, parts)
+    assert x_TD.grad.item() == 1.0 + 2.0**-10
 
 
-@pytest.mark.parametrize("sizes", [[3, 0, 2], [0, 0, 4], [0, 0, 0]])
-def test_sum_by_expert_equals_loop(sizes: list[int]) -> None:
-    pairs = group(sizes)
-    y_ND, weight_N = torch.randn(sum(sizes), 4), torch.rand(sum(sizes))
-    expected_ED = torch.zeros(3, 4)
-    for expert, y_D, weight in zip(pairs.expert_N, y_ND, weight_N, strict=True):
-        expected_ED[expert] += weight * y_D
-    torch.testing.assert_close(sum_by_expert(y_ND, weight_N, pairs), expected_ED)
+def test_padding_is_invisible() -> None:
+    """Parts of bfloat16 rows end in zeros, whatever comes out for them is left out."""
+    token_N = torch.arange(37)
+    dispatcher = Dispatcher(token_N, [37], torch.bfloat16)
+    x_TD = torch.randn(37, 3, requires_grad=True)
+    (part,) = dispatcher.gather(x_TD)
+    assert len(part) == 38 and not part[37:].any()
+    y_TD = dispatcher.combine([part + 1.0], torch.ones(37), 37)
+    torch.testing.assert_close(y_TD, x_TD.bfloat16() + 1.0, check_dtype=False, rtol=0, atol=0)
+    y_TD.sum().backward()
+    assert torch.equal(x_TD.grad, torch.ones(37, 3))
 
 
 # ---------------------------------------------------------------------- determinism
@@ -120,17 +109,17 @@ class ProductRows(TorchDispatchMode):
 
 def test_bfloat16_products_come_in_few_sizes() -> None:
     """At most 16 an octave and little larger than the slice; float32 ones are exactly as large."""
-    experts = GeluExperts(2, 2, 1)
-    seen = {torch.bfloat16: set(), torch.float32: set()}
-    for dtype, sizes in seen.items():
-        for rows in [*range(1, 70), *range(900, 1100)]:
-            with ProductRows() as products:
-                experts.to(dtype)(torch.ones(rows, 2, dtype=dtype), group([rows]))
+    block = MoEBlock(DIM, 8, TopK, num_experts=2)
+    seen = {True: set(), False: set()}
+    for bf16, sizes in seen.items():
+        for rows in [*range(1, 70), *range(900, 1100, 2)]:
+            with torch.autocast("cpu", torch.bfloat16, enabled=bf16), ProductRows() as products:
+                block(torch.ones(rows, DIM))
             (size,) = products.seen
             assert rows <= size < rows * 17 / 16 + 1
             sizes.add(size)
-    assert len(seen[torch.float32]) == 269
-    assert len([size for size in seen[torch.bfloat16] if size >= 900]) <= 8
+    assert len(seen[False]) == 169
+    assert len([size for size in seen[True] if size >= 900]) <= 8
 
 
 class Sandwich(nn.Module):

@@ -117,7 +117,7 @@ class MoEBlock(nn.Module):
         self.output_sums: OutputSums | None = None
         self.lookahead: Callable[[OutputSums], Tensor] | None = None
 
-    # Sizes differ in every batch, so compiling the block never ends: one clean break instead.
+    # The sizes of the parts are new in every batch: a clean break, not compilation without end.
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
         """(..., D) -> (..., D), in x's dtype; leaves `routing` behind."""
@@ -133,13 +133,13 @@ class MoEBlock(nn.Module):
         gate_N = pairs.take(routing.gates_TE)
         out_TD = dispatcher.combine(outputs, gate_N, len(x_TD))
         if self.shared is not None:
-            out_TD = out_TD + self._shared(x_TD)
+            out_TD += self._shared(x_TD)
         if self.collect and self.training:
             self.output_sums = self._sum_outputs(outputs, sizes, slots, pairs, routing)
         if self.default_vectors != "none":
             with torch.autocast(x.device.type, enabled=False):
                 default_ED = self._defaults().to(out_TD)
-                out_TD = torch.addmm(out_TD, routing.default_weights_TE(), default_ED)
+                out_TD.addmm_(routing.default_weights_TE(), default_ED)
         self.routing = routing
         return out_TD.to(x.dtype).reshape(x.shape)
 

@@ -6,10 +6,10 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from app.moe import MoEBlock, TopAny, TopK
+from app.moe import Experts, MoEBlock, Router, Ternary, TopAny, TopK
 from app.moe.dispatch import Dispatcher
 
-from .cases import DIM, make_block, tokens
+from .cases import DIM, EXPERTS, make_block, randomize, tokens
 from .test_block import ROUTERS
 
 PARTS = {
@@ -67,6 +67,33 @@ def test_padding_is_invisible() -> None:
     torch.testing.assert_close(y_TD, x_TD.bfloat16() + 1.0, check_dtype=False, rtol=0, atol=0)
     y_TD.sum().backward()
     assert torch.equal(x_TD.grad, torch.ones(37, 3))
+
+
+@pytest.mark.parametrize("experts", EXPERTS)
+@pytest.mark.parametrize(
+    ("router", "vectors"), [(TopK, "none"), (TopK, "ema"), (TopAny, "none"), (Ternary, "none")]
+)
+def test_one_grouped_part_equals_a_part_for_each_expert(
+    router: type[Router], vectors: str, experts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole block as CUDA computes it, here on the CPU."""
+    block = MoEBlock(8, 16, router, EXPERTS[experts], num_experts=4, default_vectors=vectors)
+    randomize(block, 0)
+    block.deactivate(1)
+    block.collect = None if vectors == "none" else "router"
+    results = []
+    for _ in range(2):
+        x_TD = torch.randn(30, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        y_TD = block(x_TD)
+        block.zero_grad()
+        y_TD.square().sum().backward()
+        sums = [block.output_sums.sum_ED] if block.collect else []
+        grads = [parameter.grad.clone() for parameter in block.parameters()]
+        results.append([y_TD.detach(), x_TD.grad, *grads, *sums])
+        all_at_once = lambda self, x, pairs: (None, [len(pairs.token_N)])  # noqa: E731
+        monkeypatch.setattr(Experts, "plan", all_at_once)
+    for slices, grouped in zip(*results, strict=True):
+        torch.testing.assert_close(grouped, slices, rtol=1e-4, atol=1e-4)
 
 
 # ---------------------------------------------------------------------- determinism

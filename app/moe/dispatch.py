@@ -1,7 +1,7 @@
 """Rows to their experts and back to their tokens (shape legend in routing.py).
 
-Part by part, a part being the rows of one expert (or of all, where one grouped product takes them):
-no table of N rows is made, and what is at work stays in a CPU's cache. Suffix n: rows of one part.
+Part by part, so that what is at work stays in a CPU's cache. A part is the rows of one expert, or
+of all experts where one grouped product takes them. Suffix n: rows of one part.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ class MoEBlock(nn.Module):
         if self.default_vectors != "none":
             with torch.autocast(x.device.type, enabled=False):
                 default_ED = self._defaults().to(out_TD)
-                out_TD.addmm_(routing.default_weights_TE(), default_ED)
+                out_TD += routing.default_weights_TE() @ default_ED
         self.routing = routing
         return out_TD.to(x.dtype).reshape(x.shape)
 

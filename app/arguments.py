@@ -42,7 +42,7 @@ def find_device(name: str) -> torch.device:
         raise ConfigError(f"device: {name!r} is not available here; try auto or cpu") from error
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: dict[str, Any] | list[Any]) -> None:
     """Writes what `--json FILE` asks for, with the folders above it; never half of it.
 
     Raises:

@@ -49,6 +49,7 @@ OWN_COMMANDS: dict[str, tuple[str, str]] = {
     "router_gradients": ("app.router_gradients", "compare router gradients with the dense mixture"),
     "weights": ("app.weights", "save the weights of a timm model to a file"),
     "suite": ("app.suite", "run a list of configs and seeds, resumable and in shards"),
+    "benchmark": ("app.benchmark.command", "time the MoE block, the training step or the data"),
     "evaluate": ("app.lm_eval_adapter", "run tasks of the lm-evaluation-harness on a checkpoint"),
 }
 """Our own subcommands: name -> (module with `main(argv) -> int`, what it does)."""
@@ -234,7 +235,7 @@ def main(argv: Sequence[str]) -> int:
 
     0; 2 for what the user can mend, told in one line; 128 + n after signal n, as shells say it.
     """
-    _quiet_libraries()
+    quiet_libraries()
     argv = list(argv)
     try:
         if argv and argv[0] in OWN_COMMANDS:
@@ -285,7 +286,7 @@ def _without_checkpoint(argv: Sequence[str]) -> list[str]:
     return kept
 
 
-def _quiet_libraries() -> None:
+def quiet_libraries() -> None:
     """Silences hints that a user of this program can do nothing about."""
     for message in (
         ".*does not have many workers.*",

@@ -35,7 +35,8 @@ def dense_flops(network: nn.Module, inputs: Tensor) -> int:
     # The counter does not know every fused attention kernel; plain products it does.
     attention = sdpa_kernel(SDPBackend.MATH)
     counter = FlopCounterMode(display=False)
-    with torch.no_grad(), _without_experts(network), attention, counter:
+    eager = torch.compiler.set_stance("force_eager")  # shapes alone are nothing to compile for
+    with torch.no_grad(), _without_experts(network), attention, eager, counter:
         functional_call(network, shapes, (one,))
     return counter.get_total_flops()
 

@@ -3,6 +3,7 @@
 from .adaptive_experts import AdaptiveExperts
 from .balance import LossFreeBalance
 from .checkpoint import Checkpoint
+from .compile_blocks import CompileBlocks
 from .default_vectors import DefaultVectors
 from .event_files import EventFiles
 from .progress import ProgressBar
@@ -14,6 +15,7 @@ from .tables import MetricsTable, PredictionTable
 __all__ = [
     "AdaptiveExperts",
     "Checkpoint",
+    "CompileBlocks",
     "DefaultVectors",
     "EventFiles",
     "LossFreeBalance",

@@ -10,13 +10,14 @@ import lightning as L
 from lightning.pytorch.callbacks import RichProgressBar
 
 SECONDS_BETWEEN_READS = 0.5
+PICTURES_PER_SECOND = 10  # Lightning's 100 keep a core busy with drawing
 
 
 class ProgressBar(RichProgressBar):
     """Lightning's rich bar, with the time left of the whole fit beside that of the epoch."""
 
     def __init__(self) -> None:
-        super().__init__(leave=False)
+        super().__init__(refresh_rate=PICTURES_PER_SECOND, leave=False)
         self._started = (0.0, 0)
         self._read_at, self._read = -math.inf, {}
 

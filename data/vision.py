@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
-from sklearn.datasets import load_digits
 from torch import Tensor
 from torchvision.datasets import CIFAR10
 from torchvision.transforms.v2 import functional as tv
@@ -345,6 +344,8 @@ class DigitsData(ImageData):
         return [str(digit) for digit in range(10)]
 
     def _read(self, split: str) -> ImageSet:
+        from sklearn.datasets import load_digits  # half a second that other data need not wait for
+
         digits = load_digits()
         labels = torch.from_numpy(digits.target).long()
         pixels = torch.from_numpy(digits.images / 16 * 255).round().to(torch.uint8)  # from 0..16

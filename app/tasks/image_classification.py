@@ -52,11 +52,14 @@ class ImageClassification(MoETask):
         mixes += [v2.CutMix(alpha=cutmix, num_classes=classes)] if cutmix else []
         self.mix = v2.RandomChoice(mixes) if mixes else None
         top5 = min(5, classes)
-        self.train_accuracy = MulticlassAccuracy(classes, average="micro")
+        # Labels are checked when the data is read; here the check would make the host wait for
+        # the GPU in every step.
+        unchecked = {"average": "micro", "validate_args": False}
+        self.train_accuracy = MulticlassAccuracy(classes, **unchecked)
         self.train_accuracy.persistent(True)  # an epoch resumed in its middle keeps its first half
         self.accuracy = nn.ModuleDict(
             {
-                f"{split}_{name}": MulticlassAccuracy(classes, average="micro", top_k=k)
+                f"{split}_{name}": MulticlassAccuracy(classes, top_k=k, **unchecked)
                 for split in ("val", "test")
                 for name, k in (("accuracy", 1), ("accuracy_top5", top5))
             }
@@ -84,7 +87,7 @@ class ImageClassification(MoETask):
         loss = F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
         self.log("train/loss", loss.detach(), prog_bar=True)
         hard = labels if labels.ndim == 1 else labels.argmax(1)
-        self.train_accuracy(logits.detach(), hard)
+        self.train_accuracy.update(logits.detach(), hard)
         self.log("train/accuracy", self.train_accuracy, on_step=False, on_epoch=True)
         return loss + self.auxiliary_loss(batch_idx)
 
@@ -101,7 +104,7 @@ class ImageClassification(MoETask):
         self.log(f"{split}/loss", loss, batch_size=len(labels), sync_dist=True)
         for name in ("accuracy", "accuracy_top5"):
             metric = self.accuracy[f"{split}_{name}"]
-            metric(logits, labels)
+            metric.update(logits, labels)
             bar = split == "val" and name == "accuracy"
             self.log(f"{split}/{name}", metric, prog_bar=bar, batch_size=len(labels))
 

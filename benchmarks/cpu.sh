@@ -16,11 +16,11 @@ run() { # NAME ARGUMENTS...
 for part in "${@:-moe moe_bf16 step step_micro memory data}"; do
   for name in $part; do
     case $name in
-      moe) OMP_NUM_THREADS=2 run moe moe --repeats 8 ;;
-      moe_bf16) OMP_NUM_THREADS=2 run moe_bf16 moe --dtype bf16 --repeats 8 ;;
+      moe) OMP_NUM_THREADS=2 run moe moe --repeats 6 ;;
+      moe_bf16) OMP_NUM_THREADS=2 run moe_bf16 moe --dtype bf16 --repeats 6 ;;
       # Processor time of one thread: Lightning's and the callbacks' share is a few milliseconds,
       # less than what two threads on a machine with other guests differ by.
-      step) OMP_NUM_THREADS=1 run step step --batch_size 8 --repeats 20 --clock cpu ;;
+      step) OMP_NUM_THREADS=1 run step step --batch_size 8 --repeats 10 --clock cpu ;;
       step_micro) OMP_NUM_THREADS=1 run step_micro step --recipe cifar10_micro --batch_size 128 \
         --repeats 20 --clock cpu ;;
       memory) OMP_NUM_THREADS=2 run memory step --batch_size 32 --repeats 1 --memory --against \

@@ -23,7 +23,7 @@ for part in "${@:-moe moe_bf16 step step_micro memory data}"; do
       step) OMP_NUM_THREADS=1 run step step --batch_size 8 --repeats 10 --clock cpu ;;
       step_micro) OMP_NUM_THREADS=1 run step_micro step --recipe cifar10_micro --batch_size 128 \
         --repeats 20 --clock cpu ;;
-      memory) OMP_NUM_THREADS=2 run memory step --batch_size 32 --repeats 1 --memory --against \
+      memory) OMP_NUM_THREADS=2 run memory step --batch_size 16 --repeats 1 --memory --against \
         --methods dynmoe topk2 ;;
       data) OMP_NUM_THREADS=1 run data data ;;
       *) echo "no part $name" >&2 && exit 2 ;;

@@ -50,6 +50,7 @@ OWN_COMMANDS: dict[str, tuple[str, str]] = {
     "weights": ("app.weights", "save the weights of a timm model to a file"),
     "suite": ("app.suite", "run a list of configs and seeds, resumable and in shards"),
     "benchmark": ("app.benchmark.command", "time the MoE block, the training step or the data"),
+    "report": ("app.report.command", "tables and pictures of runs, from their folders"),
     "evaluate": ("app.lm_eval_adapter", "run tasks of the lm-evaluation-harness on a checkpoint"),
 }
 """Our own subcommands: name -> (module with `main(argv) -> int`, what it does)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,15 @@ from typing import Any
 
 from .checkpoints import read_checkpoint
 from .errors import ConfigError
-from .run_folder import is_complete
+from .run_folder import flat_settings, is_complete
+
+# What may differ between two sessions of one run: where it runs; and its seed.
+PLACE = re.compile(
+    r"(name|runs|base|ckpt_path|weights_only|seed_everything|checkpoint|monitor)\b.*"
+    r"|data\.(root|device|download|files)"
+    r"|trainer\.(accelerator|devices|strategy|num_nodes|enable_\w+|logger|profiler|max_time"
+    r"|default_root_dir|log_every_n_steps)"
+)
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,13 @@ class End:
             (f"{self.steps} steps" if self.steps else ""),
         )
         return " or ".join(filter(None, parts)) or "no set end"
+
+
+def settings_of(config: dict[str, Any]) -> dict[str, Any]:
+    """What makes a run what it is, by path: its config without its seed, its name, and where and
+    how it is executed and watched."""
+    flat = flat_settings(config, "")
+    return {key: value for key, value in flat.items() if not PLACE.fullmatch(key)}
 
 
 def read_rows(path: Path) -> tuple[list[dict[str, str]], str]:

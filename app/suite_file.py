@@ -22,20 +22,11 @@ from .cli import App
 from .config_errors import root_cause
 from .config_files import expand
 from .errors import ConfigError
-from .run_folder import flat_settings
-from .run_progress import End
+from .run_progress import End, settings_of
 
 KEYS = ("name", "configs", "set", "seeds", "entries")
 ENTRY_KEYS = ("name", "configs", "set", "seeds")
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
-
-# What may differ between two sessions of one run: where it runs, and what it shows.
-PLACE = re.compile(
-    r"(name|runs|base|ckpt_path|weights_only|seed_everything|checkpoint|monitor)\b.*"
-    r"|data\.(root|device|download|files)"
-    r"|trainer\.(accelerator|devices|strategy|num_nodes|enable_\w+|logger|profiler|max_time"
-    r"|default_root_dir|log_every_n_steps)"
-)
 
 
 @dataclass(frozen=True)
@@ -47,7 +38,7 @@ class Run:
         folder: RUNS/<name>.
         arguments: of `python -m app fit`.
         end: where it ends.
-        settings: its whole config, flat.
+        settings: see `settings_of`.
     """
 
     name: str
@@ -67,11 +58,11 @@ class Run:
             theirs = yaml.safe_load((version / "config.yaml").read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, yaml.YAMLError):
             return []
-        theirs = flat_settings(theirs, "") if isinstance(theirs, dict) else {}
+        theirs = settings_of(theirs) if isinstance(theirs, dict) else {}
         return [
             f"{key} is {theirs.get(key)} there, {self.settings.get(key)} here"
             for key in self.settings | theirs
-            if self.settings.get(key) != theirs.get(key) and not PLACE.fullmatch(key)
+            if self.settings.get(key) != theirs.get(key)
         ]
 
 
@@ -141,7 +132,7 @@ class _Check(App):
         self.built = False
 
     def __call__(self, arguments: Sequence[str], where: str) -> tuple[End, dict[str, Any]]:
-        """Where a run with these arguments ends, and its settings, flat.
+        """Where a run with these arguments ends, and its settings.
 
         Raises:
             ConfigError: whatever is wrong with them, told with `where`.
@@ -161,7 +152,7 @@ class _Check(App):
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
         config = yaml.safe_load(self.config_text())
-        return End.of(config["trainer"]), flat_settings(config, "")
+        return End.of(config["trainer"]), settings_of(config)
 
     def _build(self, config: Namespace) -> None:
         config = config.clone()

@@ -1,0 +1,1 @@
+"""`python -m app report RUN ...`: tables and pictures of runs, from their folders alone."""

@@ -199,18 +199,17 @@ class Session:
                 waiting.append(run)
         self.queue = deque(waiting)
         self.shares = {run.name: state(run)[1] for run in waiting}
-        with self.screen, _stop_signals():
-            try:
-                while self.queue or self.active:
-                    while self.queue and len(self.active) < self.jobs:
-                        self._start(self.queue.popleft())
-                    time.sleep(SECONDS_BETWEEN_LOOKS if self.active else 0.0)
-                    for each in list(self.active):
-                        self._look(each)
-                    self._show()
-            except KeyboardInterrupt:
-                self._stop()
-                return 130
+        with self.screen, _stop_signals() as received:
+            while self.queue or self.active:
+                while self.queue and len(self.active) < self.jobs and not received:
+                    self._start(self.queue.popleft())
+                if received:
+                    self._stop(received)
+                    return 130
+                time.sleep(SECONDS_BETWEEN_LOOKS if self.active else 0.0)
+                for each in list(self.active):
+                    self._look(each)
+                self._show()
         return self._conclude()
 
     def _start(self, run: Run) -> None:
@@ -291,20 +290,19 @@ class Session:
         part += sum(self.shares[run.name] for run in self.queue)
         self.screen.show(self.active, done, part, seconds)
 
-    def _stop(self) -> None:
+    def _stop(self, received: list[int]) -> None:
         """Stops the running runs; what they have saved stays."""
         names = ", ".join(each.run.title for each in self.active)
         self.screen.say(f"stopping {names or 'the suite'} (again Ctrl-C: at once)")
         for each in self.active:
             each.process.terminate()
-        try:
-            end = time.monotonic() + SECONDS_TO_STOP
-            for each in self.active:
-                each.process.wait(max(0.0, end - time.monotonic()))
-        except (KeyboardInterrupt, subprocess.TimeoutExpired):
-            for each in self.active:
-                each.process.kill()
-                each.process.wait()
+        first, end = len(received), time.monotonic() + SECONDS_TO_STOP
+        while any(each.process.poll() is None for each in self.active):
+            if len(received) > first or time.monotonic() > end:
+                for each in self.active:
+                    os.killpg(each.process.pid, signal.SIGKILL)  # with the processes it started
+                    each.process.wait()
+            time.sleep(0.1)
         for each in self.active:
             each.lock.close()
         self.screen.say(
@@ -411,18 +409,18 @@ def error_line(log: Path, start: int, status: int) -> str:
 
 
 @contextmanager
-def _stop_signals() -> Iterator[None]:
-    """SIGTERM, and SIGINT also where a shell made us ignore it, raise KeyboardInterrupt."""
-
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+def _stop_signals() -> Iterator[list[int]]:
+    """The numbers of the stop signals that arrive, as they arrive; none of them interrupts."""
+    received: list[int] = []
+    signals = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+    before = {
+        each: signal.signal(each, lambda number, _: received.append(number)) for each in signals
+    }
     try:
-        yield
+        yield received
     finally:
-        for which, handler in before.items():
-            signal.signal(which, handler)
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def shard(text: str) -> tuple[int, int]:

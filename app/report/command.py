@@ -48,7 +48,8 @@ def main(argv: Sequence[str]) -> int:
         options.out.mkdir(parents=True, exist_ok=True)
         blocks = report(made, runs, problems, options.out)
         markdown = options.markdown or options.out / "report.md"
-        _write_markdown(markdown, to_markdown(blocks, markdown.parent), options.markdown)
+        shown = blocks[1:] if options.markdown else blocks  # the page has a title of its own
+        _write_markdown(markdown, to_markdown(shown, markdown.parent), bool(options.markdown))
         html = options.out / "report.html"
         html.write_text(to_html(blocks), encoding="utf-8")
         rows = as_table(made)

@@ -13,6 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 from ..figures import COLORS, STYLE, new_figure
 from .methods import FAMILIES
+from .published import tables_for
 from .runs import Run
 from .summary import Group, Section
 
@@ -66,13 +67,28 @@ def convergence(section: Section) -> Figure:
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.grid(alpha=0.25)
     best_first = sorted(ends, key=lambda line: ends[line], reverse=section.percent)
+    best_first += _published(ax, section)
     ax.legend(handles=best_first, loc="center left", bbox_to_anchor=(1.0, 0.5), handlelength=3.2)
     return figure
 
 
+def _published(ax: Axes, section: Section) -> list[object]:
+    """Marks the published values of the methods that are here, for networks of the same size."""
+    look = {"linestyle": "none", "marker": "o", "markerfacecolor": "none", "markersize": 7}
+    for table in tables_for(section):
+        if not table.same_network(section):
+            continue
+        for group in section.groups:
+            row = table.row(group)
+            if row:
+                ax.plot(table.epochs, row["accuracy"], color=FAMILIES[group.method.family], **look)
+        return [_handle(ax, "published, in the method's colour", color="0.3", **look)]
+    return []
+
+
 def _legend(group: Group) -> str:
     count = len(group.runs)
-    progress = f", {group.unfinished[0].progress()}" if group.unfinished else ""
+    progress = f", {len(group.unfinished)} unfinished" if group.unfinished else ""
     return f"{group.label} ({count} seed{'s' * (count > 1)}{progress})"
 
 
@@ -130,8 +146,7 @@ def compute(section: Section) -> Figure:
                 (flops.mean, value.mean + (value.std or 0)),
             ),
         ]
-        more = f" ({group.unfinished[0].progress()})" if unfinished else ""
-        labels.append((group.label + more, style["color"]))
+        labels.append((group.label, style["color"]))
     scale = _unit_of_flops(ax)
     ax.set_xlabel(f"active {scale} per {unit}, forward, at the last evaluation")
     ax.set_ylabel(section.metric_name)
@@ -211,11 +226,12 @@ def _overlap(a: Sequence[float], b: Sequence[float]) -> bool:
 
 def has_timeline(group: Group) -> bool:
     """Whether experts come and go in a group."""
-    return any(
-        run.events or len({row.values.get(key) for row in run.rows}) > 1
-        for run in group.runs
-        for key in [f"val_routing/{each}/active_experts" for each in run.layers("active_experts")]
-    )
+    for run in group.runs:
+        for layer in run.layers("active_experts"):
+            key = f"val_routing/{layer}/active_experts"
+            if len({row.values[key] for row in run.rows if key in row.values}) > 1:
+                return True
+    return any(run.events for run in group.runs)
 
 
 @rc_context(STYLE)

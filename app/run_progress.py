@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .checkpoints import read_checkpoint
+from .checkpoints import is_complete, read_checkpoint
 from .errors import ConfigError
-from .run_folder import flat_settings, is_complete
+from .run_folder import flat_settings
 
 # What may differ between two sessions of one run: where it runs; and its seed.
 PLACE = re.compile(

@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
 from app import suite, suite_file
@@ -109,14 +108,16 @@ def test_a_broken_override_of_a_later_entry_stops_before_the_first(tmp_path, cap
 @pytest.mark.parametrize("file", sorted((CONFIGS / "suites").glob("*.yaml")), ids=lambda p: p.stem)
 def test_every_suite_passes_a_dry_run(file, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    torch.save({}, "vit_small.pt")  # it must exist; it is not read
+    weights = Path("weights/vit_small_patch16_224.safetensors")
+    weights.parent.mkdir()
+    weights.touch()  # it must exist; it is not read
     assert main(["suite", str(file), "--dry-run", "--set", "trainer.accelerator=cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()
     entries = yaml.safe_load(file.read_text())["entries"]
     runs = [line for line in lines if not line.startswith(" ")]
     assert len({line.partition("-seed")[0] for line in runs}) == len(entries)
     assert all(": new; " in line for line in runs)
-    assert list(tmp_path.iterdir()) == [tmp_path / "vit_small.pt"]
+    assert list(tmp_path.iterdir()) == [tmp_path / "weights"]
 
 
 def test_the_two_cifar_tables_have_the_same_rows():
@@ -265,7 +266,7 @@ def test_shards_share_the_runs_out(tmp_path, unchecked, capsys):
 def test_killed_and_resumed_with_a_run_of_plain_fit_taken_over(tmp_path, capsys):
     """Two real runs: one made by `fit` itself, one stopped after its first epoch."""
     small = {
-        "trainer.max_epochs": 60,
+        "trainer.max_epochs": 1000,
         "trainer.limit_train_batches": 4,
         "trainer.limit_val_batches": 1,
         "trainer.accelerator": "cpu",
@@ -280,6 +281,7 @@ def test_killed_and_resumed_with_a_run_of_plain_fit_taken_over(tmp_path, capsys)
         *("fit", "--config", str(DIGITS), "--config", str(TOPK2), "--seed_everything", "1"),
         *(f"--{key}={str(value).lower()}" for key, value in small.items()),
         *("--runs", str(runs), "--name", "s/a-seed1", "--trainer.enable_progress_bar=false"),
+        "--trainer.max_epochs=60",
     ]
     assert main(by_hand) == 0
     last = runs / "s/a-seed0/version_0/checkpoints/last.ckpt"

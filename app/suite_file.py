@@ -22,6 +22,7 @@ from .cli import App
 from .config_errors import root_cause
 from .config_files import expand
 from .errors import ConfigError
+from .run_folder import of_the_run
 from .run_progress import End, settings_of
 
 KEYS = ("name", "configs", "set", "seeds", "entries")
@@ -151,7 +152,8 @@ class _Check(App):
             raise ConfigError(f"{where}: {lines[-1].removeprefix('error: ')}") from None
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
-        config = yaml.safe_load(self.config_text())
+        text = self._parser("fit").dump(of_the_run(self.config["fit"]), skip_none=False)
+        config = yaml.safe_load(text)
         return End.of(config["trainer"]), settings_of(config)
 
     def _build(self, config: Namespace) -> None:

@@ -32,7 +32,7 @@ def unchecked(monkeypatch):
 
 def write(path: Path, **content) -> Path:
     content = {"name": "s", "configs": [str(DIGITS)], "entries": [{"name": "a"}]} | content
-    path.write_text(yaml.safe_dump(content))
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
     return path
 
 
@@ -60,7 +60,7 @@ def test_runs_are_entries_by_seeds_first_seeds_first(tmp_path, unchecked):
     [
         ({"entrys": []}, "unknown key entrys (did you mean entries?)"),
         ({"entries": []}, "entries must be a list"),
-        ({"entries": [{"name": "a", "sed": {}}]}, "entry 1: unknown key sed (did you mean set?)"),
+        ({"entries": [{"name": "a", "sed": {}}]}, "entry 1: unknown key sed (did you mean seeds?)"),
         ({"entries": [{"name": "a/b"}]}, "entry 1: name must be a word"),
         ({"entries": [{"name": "a"}, {"name": "a"}]}, "entry a: two entries have this name"),
         ({"entries": [{"name": "a", "seeds": [0, 0]}]}, "entry a: seeds must be a list of diff"),

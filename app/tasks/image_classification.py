@@ -47,7 +47,16 @@ class ImageClassification(MoETask):
         classes = getattr(network, "num_classes", None)
         if classes is None:
             raise ValueError("the network of an image classifier needs `num_classes`")
+        for name, value, good in (
+            ("label_smoothing", label_smoothing, 0.0 <= label_smoothing <= 1.0),
+            ("mixup", mixup, mixup >= 0.0),
+            ("cutmix", cutmix, cutmix >= 0.0),
+        ):
+            if not good:
+                limits = "between 0 and 1" if name == "label_smoothing" else "0 or more"
+                raise ValueError(f"model.{name} is {value}; it must be {limits}")
         self.label_smoothing = label_smoothing
+        self.images: dict[str, Any] | None = None
         mixes = [v2.MixUp(alpha=mixup, num_classes=classes)] if mixup else []
         mixes += [v2.CutMix(alpha=cutmix, num_classes=classes)] if cutmix else []
         self.mix = v2.RandomChoice(mixes) if mixes else None
@@ -74,6 +83,30 @@ class ImageClassification(MoETask):
                 f"model.network.num_classes is {self.network.num_classes} but the data has "
                 f"{given} classes; set num_classes: {given}"
             )
+        if given is not None:  # asked now: while training, the files may go
+            channels, size, _ = data.image_shape
+            self._check_shape(channels, size)
+            self.images = {"class_names": list(data.class_names), "image_size": size}
+            self.images |= {"channels": channels, "mean": list(data.mean), "std": list(data.std)}
+
+    def _check_shape(self, channels: int, size: int) -> None:
+        embedding = getattr(self.network, "patch_embed", None)  # networks of the user's own differ
+        if embedding is None:
+            return
+        for name, ours, theirs in (
+            ("image_size", embedding.img_size[0], size),
+            ("channels", embedding.proj.in_channels, channels),
+        ):
+            if ours != theirs:
+                raise ConfigError(
+                    f"model.network.{name} is {ours} but that of the data is {theirs}; set both "
+                    "to one value"
+                )
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Adds what it takes to classify other images: class names, size and normalisation."""
+        if self.images is not None:
+            checkpoint["images"] = self.images
 
     def forward(self, images: Tensor) -> Tensor:
         """Images (B, C, H, W) to logits (B, classes)."""

@@ -7,10 +7,12 @@ import io
 import json
 import os
 import re
+import struct
 import sys
 import tarfile
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -118,7 +120,10 @@ def decode_images(
 
 def _decode(source: Path | bytes, name: str, image_size: int | None) -> np.ndarray:
     try:
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
+        content = source if isinstance(source, bytes) else source.read_bytes()
+        if content.startswith(_PNG):
+            _check_png(content)
+        with Image.open(io.BytesIO(content)) as image:
             image = image.convert("RGB")
     except Exception as error:  # decoders raise OSError, SyntaxError, struct.error and more
         raise DataError(
@@ -127,6 +132,25 @@ def _decode(source: Path | bytes, name: str, image_size: int | None) -> np.ndarr
     if image_size is not None and image.size != (image_size, image_size):
         image = ImageOps.fit(image, (image_size, image_size), Image.Resampling.BILINEAR)
     return np.asarray(image)
+
+
+_PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def _check_png(content: bytes) -> None:
+    """Compares the checksums of a PNG's chunks, which decoders leave out for the pixels.
+
+    Raises:
+        ValueError: if one is wrong or the file ends too early.
+    """
+    at, kind = len(_PNG), b""
+    while kind != b"IEND":
+        size, kind = struct.unpack(">I4s", content[at : at + 8])
+        end = at + 8 + size
+        (checksum,) = struct.unpack(">I", content[end : end + 4])
+        if zlib.crc32(content[at + 4 : end]) != checksum:
+            raise ValueError("its checksum is wrong")
+        at = end + 4
 
 
 def _progress(sources: Sequence[Path | bytes]) -> Iterable[Path | bytes]:
@@ -244,7 +268,7 @@ def parquet_class_names(file: Path) -> list[str] | None:
     """
     try:
         metadata = pq.read_schema(file).metadata or {}
-    except (pa.ArrowException, OSError) as error:
+    except Exception as error:  # damaged bytes make the reader raise anything
         raise _unreadable(file, error) from error
     try:
         return json.loads(metadata[b"huggingface"])["info"]["features"]["label"]["names"]
@@ -296,10 +320,12 @@ def _read_columns(file: Path) -> tuple[list[dict | None], list[int | None]]:
         kind = schema.field(image).type
         if not pa.types.is_struct(kind) or kind.get_field_index("bytes") < 0:
             raise DataError(f"{file}: column {image!r} is {kind}; expected a struct with 'bytes'")
-        table = pq.read_table(file, columns=[image, "label"])
-    except (pa.ArrowException, OSError) as error:
+        table = pq.read_table(file, columns=[image, "label"], page_checksum_verification=True)
+        return table[image].to_pylist(), table["label"].to_pylist()
+    except DataError:
+        raise
+    except Exception as error:  # damaged bytes make the reader raise anything
         raise _unreadable(file, error) from error
-    return table[image].to_pylist(), table["label"].to_pylist()
 
 
 def _unreadable(file: Path, error: Exception) -> DataError:

@@ -7,6 +7,7 @@ A batch is one tensor, LongTensor [B, S + 1]: the model reads `batch[:, :-1]` an
 """
 
 import itertools
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
@@ -159,14 +160,15 @@ class TextData(L.LightningDataModule):
             return ByteTokenizer()
         if self.tokenizer_choice != "bpe":
             return BPETokenizer.load(self.tokenizer_choice)
-        path = self.cache_dir / f"bpe-{self.vocab_size}-{train.fingerprint[:16]}.json"
-        if path.exists():
-            try:
+        stem = f"bpe-{self.vocab_size}-{train.fingerprint[:16]}"
+        for path in sorted(self.cache_dir.glob(f"{stem}-*.json")):
+            # A damaged file may well be a tokenizer still, but another one.
+            if path.stem == f"{stem}-{zlib.crc32(path.read_bytes()):08x}":
                 return BPETokenizer.load(path)
-            except DataError as problem:
-                rank_zero_info(f"{problem}: training it again")
+            rank_zero_info(f"{path} is damaged: training the tokenizer again")
         tokenizer = BPETokenizer.train(_first_bytes(train), self.vocab_size)
-        write_atomically(path, tokenizer.serialise().encode("utf-8"))
+        content = tokenizer.serialise().encode("utf-8")
+        write_atomically(self.cache_dir / f"{stem}-{zlib.crc32(content):08x}.json", content)
         return tokenizer
 
     def _token_file(self, text: Text, check: bool) -> TokenFile:

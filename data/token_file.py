@@ -22,7 +22,7 @@ from rich.progress import Progress
 
 from data.errors import DataError
 
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -112,17 +112,24 @@ def _open(path: Path, identity: dict[str, object], check: bool) -> TokenFile:
         header = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
         count, text_bytes, checksum = header["count"], header["text_bytes"], header["crc32"]
         size = path.stat().st_size
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"unreadable: {type(error).__name__}") from error
     for key, expected in identity.items():
         if header.get(key) != expected:
             raise ValueError(f"made from another {key}")
+    if header.get("header_crc32") != _header_checksum(header):
+        raise ValueError("the checksum of its header is wrong")
     dtype = np.dtype(str(identity["dtype"]))
     if size != count * dtype.itemsize:
         raise ValueError(f"{size} bytes instead of {count * dtype.itemsize}")
     if check and _checksum(path) != checksum:
         raise ValueError("its checksum is wrong")
     return TokenFile(path, np.memmap(path, dtype=dtype, mode="r", shape=(count,)), text_bytes)
+
+
+def _header_checksum(header: dict[str, object]) -> int:
+    rest = {key: value for key, value in header.items() if key != "header_crc32"}
+    return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
 
 
 def _checksum(path: Path) -> int:
@@ -162,4 +169,5 @@ def _build(
     finally:
         temporary.unlink(missing_ok=True)
     header = identity | {"count": count, "text_bytes": text_bytes, "crc32": checksum}
+    header["header_crc32"] = _header_checksum(header)
     write_atomically(path.with_suffix(".json"), json.dumps(header, indent=2).encode())

@@ -36,7 +36,7 @@ from .analysis.measures import (
 from .analysis.pictures import draw
 from .analysis.sample import check_fits, draw_sample, group_names
 from .analysis.tables import print_result
-from .arguments import find_device, number, write_json
+from .arguments import Parser, find_device, number, write_json
 from .checkpoints import read_checkpoint, rebuild
 from .errors import ConfigError
 from .moe import moe_blocks
@@ -246,13 +246,11 @@ def _plain(value: Tensor) -> float | None:
 # ---- the command line
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m app analyze",
         description="What the experts of a trained network do, on validation data of its run.",
         epilog="Settings of the data can be changed, as --data.root FOLDER where it has moved.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add(

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from jsonargparse import ArgumentError, ArgumentParser
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from .errors import ConfigError
 
@@ -69,7 +71,9 @@ def rebuild(path: Path, checkpoint: dict[str, Any], **parts: type) -> dict[str, 
     try:
         config = OmegaConf.to_container(OmegaConf.create(checkpoint["config"]), resolve=True)
         built = parser.instantiate(parser.parse_object({key: config[key] for key in parts}))
-    except (ArgumentError, KeyError, TypeError, ValueError) as error:
+    except (
+        ArgumentError, OmegaConfBaseException, yaml.YAMLError, KeyError, TypeError, ValueError,
+    ) as error:  # fmt: skip
         reason = str(error).strip().splitlines()[-1].strip()
         names = " or ".join(base.__name__ for base in parts.values())
         raise ConfigError(

@@ -9,6 +9,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,13 +29,14 @@ from data.errors import DataError
 
 from . import models, moe, tasks
 from .checkpoints import read_checkpoint
-from .config_errors import explain, root_cause
+from .config_errors import check_settings, explain, refusal, reword, root_cause
 from .config_files import expand, with_run_config
 from .errors import ConfigError
 from .run_folder import (
     RunConfig,
     check_same_model,
     differing_settings,
+    discarding_unstarted,
     find_run_version,
     newest_checkpoint,
     of_the_run,
@@ -51,9 +53,13 @@ OWN_COMMANDS: dict[str, tuple[str, str]] = {
     "suite": ("app.suite", "run a list of configs and seeds, resumable and in shards"),
     "benchmark": ("app.benchmark.command", "time the MoE block, the training step or the data"),
     "report": ("app.report.command", "tables and pictures of runs, from their folders"),
+    "export": ("app.export", "write a trained network to a folder that needs no Lightning"),
     "evaluate": ("app.lm_eval_adapter", "run tasks of the lm-evaluation-harness on a checkpoint"),
 }
 """Our own subcommands: name -> (module with `main(argv) -> int`, what it does)."""
+
+
+SUBCOMMANDS = ("fit", "validate", "test", "predict", *OWN_COMMANDS)
 
 
 class Parser(LightningArgumentParser):
@@ -64,7 +70,7 @@ class Parser(LightningArgumentParser):
             super().error(message, ex)
         parser = getattr(ex, "subcommand_parser", None) or self
         options = [option for action in parser._actions for option in action.option_strings]
-        sys.stderr.write(f"error: {explain(message, options)}\n")
+        sys.stderr.write(f"error: {explain(message, options, SUBCOMMANDS)}\n")
         raise SystemExit(2)
 
 
@@ -124,6 +130,7 @@ class App(LightningCLI):
         """Resolves `--ckpt_path last` and the folder in which a resumed run goes on."""
         config = self.config[self.subcommand]
         config.base = None  # its files have been read
+        check_settings(config)
         folder = Path(config.runs) / config.name
         asked = config.get("ckpt_path")
         if asked in ("last", "auto"):
@@ -142,15 +149,17 @@ class App(LightningCLI):
         """Instantiates trainer, data and model; what they refuse is the user's to mend."""
         try:
             super().instantiate_classes()
-        except (ValueError, MisconfigurationException) as error:
-            raise ConfigError(" ".join(str(root_cause(error)).split())) from error
+        except (ValueError, TypeError, RuntimeError, MisconfigurationException) as error:
+            message = " ".join(str(root_cause(error)).split())
+            raise ConfigError(reword(message) or message) from error
 
     def _run_subcommand(self, subcommand: str) -> None:
         if self.checkpoint is not None:
             self._check_checkpoint(Path(self.config[subcommand].ckpt_path), subcommand == "fit")
             self.checkpoint = None  # Lightning reads it again, where the strategy wants it
         try:
-            super()._run_subcommand(subcommand)
+            with discarding_unstarted(self.trainer) if self.new_folder else nullcontext():
+                super()._run_subcommand(subcommand)
         except SystemExit as error:  # Lightning's answer to the second Ctrl-C
             if isinstance(error.__context__, KeyboardInterrupt):
                 raise error.__context__ from None
@@ -192,6 +201,7 @@ class App(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """A trainer that logs to the run folder."""
         config: Namespace = self.config[self.subcommand]
+        self.new_folder = self.version is None and config.trainer.logger in (None, True)
         if config.trainer.logger in (None, True):
             logging_to_runs = self.subcommand == "fit" and not config.trainer.fast_dev_run
             kwargs["logger"] = (
@@ -254,12 +264,14 @@ def main(argv: Sequence[str]) -> int:
         _say_how_to_go_on(argv, "interrupted", "")
         return 128 + signal.SIGINT
     except Exception as error:
-        refused = disk_error(error)
-        if refused is None:
+        refused, line = disk_error(error), refusal(error)
+        if refused is not None:
+            where = refused.filename or "a file of the run"
+            then = "; mend that, then go on with --ckpt_path last" if argv[:1] == ["fit"] else ""
+            line = f"{where}: {refused.strerror}{then}"
+        if line is None:
             raise
-        where = refused.filename or "a file of the run"
-        then = "; mend that, then go on with --ckpt_path last" if argv[:1] == ["fit"] else ""
-        print(f"error: {where}: {refused.strerror}{then}", file=sys.stderr)
+        print(f"error: {line}", file=sys.stderr)
         return 2
     return 0
 

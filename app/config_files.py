@@ -29,6 +29,8 @@ def expand(argv: Sequence[str]) -> list[str]:
         path = value if equals else next(arguments, None)
         if path is None:
             raise ConfigError("--config needs a file")
+        if not _read(Path(path)):
+            raise ConfigError(f"{path}: this config is empty; start from one in configs/")
         files = _with_bases(Path(path), ())
         expanded += [part for file in files for part in ("--config", str(file))]
         names += [Path(path).stem]

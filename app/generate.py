@@ -13,7 +13,7 @@ from typing import Any
 from data.errors import DataError
 from data.tokenizers import StreamDecoder, Tokenizer, tokenizer_from_state
 
-from .arguments import find_device, number, write_json
+from .arguments import Parser, find_device, number, write_json
 from .checkpoints import read_checkpoint, rebuild
 from .errors import ConfigError
 from .models.sampling import generate
@@ -76,6 +76,13 @@ def _run(task: LanguageModeling, options: argparse.Namespace) -> dict[str, Any]:
     task.to(device)
     # A text has to start somewhere: without a prompt, at the start of a line.
     prompt = tokenizer.encode(options.prompt or "\n").tolist()
+    context = min(task.network.max_length, task.block_size or task.network.max_length)
+    if len(prompt) > context:
+        print(
+            f"note: the prompt has {len(prompt)} tokens and the model reads {context} at a time; "
+            f"the last {context} count",
+            file=sys.stderr,
+        )
     tokens = generate(
         task.network,
         prompt,
@@ -132,11 +139,10 @@ def _show(text: str) -> None:
     print(text, end="", flush=True)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m app generate",
         description="Continue a text with a trained language model.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
     add("--ckpt_path", required=True, type=Path, help="checkpoint of a language model")

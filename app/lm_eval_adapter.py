@@ -22,7 +22,7 @@ from torch import Tensor
 from data.errors import DataError
 from data.tokenizers import StreamDecoder
 
-from .arguments import find_device, number, write_json
+from .arguments import Parser, find_device, number, write_json
 from .errors import ConfigError
 from .generate import load_task
 from .models.sampling import generate
@@ -256,11 +256,10 @@ def _plain(results: dict[str, Any]) -> dict[str, Any]:
     return {key: results[key] for key in kept if key in results}
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m app evaluate",
         description="Run tasks of the lm-evaluation-harness on a language model's checkpoint.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
     add("--ckpt_path", required=True, type=Path, help="checkpoint of a language model")

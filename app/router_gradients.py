@@ -4,7 +4,6 @@ vectors (Default MoE, arXiv 2504.12463): `python -m app router_gradients --ckpt_
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from data.errors import DataError
 
-from .arguments import number, write_json
+from .arguments import Parser, number, write_json
 from .checkpoints import read_checkpoint, rebuild
 from .errors import ConfigError
 from .moe import Dense, MoEBlock, moe_blocks
@@ -155,10 +154,9 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         0; 2 after a mistake of the user's, told in one line on standard error.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m app router_gradients",
         description="Cosines of router gradients with those of the dense mixture, layer by layer.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
     add("--ckpt_path", required=True, type=Path, help="checkpoint of `python -m app fit`")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +50,30 @@ def of_the_run(config: Any) -> Any:
     config = config.clone()
     config.ckpt_path = None
     return config
+
+
+@contextmanager
+def discarding_unstarted(trainer: L.Trainer) -> Iterator[None]:
+    """Removes the new folder of a run that fails before its first step: it holds nothing of worth.
+
+    Only what this process wrote is removed, and nothing if there is more in the folder than that.
+    """
+    try:
+        yield
+    except Exception:
+        if trainer.logger and trainer.is_global_zero and trainer.global_step == 0:
+            _discard(Path(trainer.logger.log_dir))
+        raise
+
+
+def _discard(folder: Path) -> None:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    own = {"config.yaml", "hparams.yaml"}
+    if all(path.name in own or f".{os.getpid()}." in path.name for path in files):
+        shutil.rmtree(folder, ignore_errors=True)
+    for parent in folder.parents[:2]:  # RUNS/NAME and RUNS, where they hold nothing else
+        with suppress(OSError):
+            parent.rmdir()
 
 
 def newest_checkpoint(folder: Path) -> Path | None:

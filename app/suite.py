@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from .arguments import number
+from .arguments import Parser, number
 from .errors import ConfigError
 from .run_progress import checkpointed, evaluated, newest_version, read_rows
 from .suite_file import Run, read_suite
@@ -446,7 +446,7 @@ def _setting(text: str) -> str:
 def _parse(argv: list[str]) -> argparse.Namespace:
     at = argv.index("--") if "--" in argv else len(argv)
     argv, more = argv[:at], argv[at + 1 :]
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m app suite",
         usage="%(prog)s FILE [options] [-- ARGUMENTS OF FIT ...]",
         description="Run a list of configs x seeds. What is finished is skipped, what was "
@@ -454,7 +454,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         "A run lives in RUNS/SUITE/ENTRY-seedN/, its log in fit.log there.",
         epilog="Arguments of `fit` after `--` are given to every run: -- --data.root FOLDER. "
         "In a SLURM array: --array=0-3 and --shard $SLURM_ARRAY_TASK_ID/4.",
-        allow_abbrev=False,
+        formatter_class=argparse.HelpFormatter,
     )
     add = parser.add_argument
     add("file", type=Path, metavar="FILE", help="YAML: name, entries, and what all entries share")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ import timm
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from .arguments import Parser
 from .errors import ConfigError
 from .models.vit import read_weights
 
@@ -22,7 +22,7 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: for a model that timm does not have, weights that can't be downloaded, or a
             file that can't be written.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m app weights",
         description="Save a timm model's weights to a file; give it to --model.network.pretrained.",
     )

@@ -17,6 +17,8 @@ from ..errors import ConfigError
 from ..moe import LOSSES, MoEBlock, Router, moe_blocks
 from ..moe.losses import load_balance
 
+NO_END = "model.schedule needs an end: set trainer.max_epochs or trainer.max_steps"
+
 
 class MoETask(L.LightningModule):
     """Optimizer, schedule and auxiliary losses of a network with MoE blocks.
@@ -147,6 +149,8 @@ class MoETask(L.LightningModule):
 
     def configure_optimizers(self) -> dict[str, Any]:
         """Optimizer over two groups (with and without weight decay), schedule by step."""
+        if self.trainer.max_epochs == -1 and self.trainer.max_steps == -1:
+            raise ConfigError(NO_END)
         try:
             optimizer = self.optimizer(parameter_groups(self.network))
         except ValueError as error:
@@ -188,9 +192,7 @@ class MoETask(L.LightningModule):
             by_epochs = batches * trainer.max_epochs
         total = min(by_steps, by_epochs)
         if total == math.inf:
-            raise ConfigError(
-                "model.schedule needs an end: set trainer.max_epochs or trainer.max_steps"
-            )
+            raise ConfigError(NO_END)
         return int(total)
 
 

@@ -40,6 +40,7 @@ from .run_folder import (
     find_run_version,
     newest_checkpoint,
     of_the_run,
+    run_settings,
 )
 
 # Importing these packages lets a config name their classes without the full path.
@@ -121,6 +122,7 @@ class App(LightningCLI):
             }
         )
         parser.add_lightning_class_args(callbacks.RoutingMonitor, "monitor")
+        parser.add_lightning_class_args(callbacks.RoutingPictures, "pictures")
 
     def _parse_ckpt_path(self) -> None:
         # Lightning would look for hyperparameters in the checkpoint here; ours holds the config.
@@ -168,10 +170,7 @@ class App(LightningCLI):
     def _check_checkpoint(self, path: Path, fit: bool) -> None:
         """Refuses a checkpoint of another model; says what a resumed run does otherwise."""
         checkpoint, trainer = self.checkpoint, self.trainer
-        config = self._parser(self.subcommand).dump(
-            of_the_run(self.config[self.subcommand]), skip_none=False
-        )
-        differing = differing_settings(path, checkpoint, config)
+        differing = differing_settings(path, checkpoint, self.config_text())
         check_same_model(path, checkpoint, self.model, differing, fit)
         if not fit:
             return
@@ -192,6 +191,11 @@ class App(LightningCLI):
         if goes_on and trainer.is_global_zero and "event_files" in checkpoint:
             rewind(Path(trainer.logger.log_dir), checkpoint["event_files"])
 
+    def config_text(self) -> str:
+        """The resolved config of the run, as YAML."""
+        config = of_the_run(self.config[self.subcommand])
+        return self._parser(self.subcommand).dump(config, skip_none=False)
+
     def _purge(self) -> dict[str, int]:
         """Has a TensorBoard that is open forget the steps that a resumed run takes again."""
         if self.version is None:
@@ -206,7 +210,11 @@ class App(LightningCLI):
             logging_to_runs = self.subcommand == "fit" and not config.trainer.fast_dev_run
             kwargs["logger"] = (
                 TensorBoardLogger(
-                    config.runs, name=config.name, version=self.version, **self._purge()
+                    config.runs,
+                    config.name,
+                    self.version,
+                    default_hp_metric=False,
+                    **self._purge(),
                 )
                 if logging_to_runs
                 else False
@@ -214,7 +222,12 @@ class App(LightningCLI):
         trainer = super().instantiate_trainer(**kwargs)
         extra: list[L.Callback] = [callbacks.RandomState(), callbacks.EventFiles()]
         if trainer.logger:
-            extra += [callbacks.MetricsTable(), LearningRateMonitor("step")]
+            text = self.config_text()
+            extra += [
+                callbacks.MetricsTable(),
+                LearningRateMonitor("step"),
+                callbacks.Dashboard(text, run_settings(text)),
+            ]
         if self.subcommand == "predict":
             extra += [callbacks.PredictionTable(Path(config.runs) / config.name)]
         if config.trainer.enable_progress_bar is not False:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib import rc_context
+from matplotlib import get_data_path, rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from PIL import Image, ImageFont
 
 # Okabe and Ito's eight colours, apart for colour-blind readers too; the pale yellow comes last.
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#F0E442")
@@ -29,6 +31,11 @@ STYLE = {
 }
 
 
+def house_style() -> AbstractContextManager[None]:
+    """The style, as a context or a decorator: matplotlib reads sizes whenever a text is made."""
+    return rc_context(STYLE)
+
+
 def new_figure(
     width: float = 6.4, height: float = 3.6, rows: int = 1, columns: int = 1, **options: Any
 ) -> tuple[Figure, np.ndarray]:
@@ -44,7 +51,7 @@ def new_figure(
     Returns:
         The figure, and its axes as an array (rows, columns).
     """
-    with rc_context(STYLE):
+    with house_style():
         figure = Figure(figsize=(width, height), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.subplots(rows, columns, squeeze=False, **options)
@@ -56,7 +63,7 @@ def save_figure(figure: Figure, path: Path, dpi: int = 150) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     try:
-        with rc_context(STYLE):
+        with house_style():
             figure.savefig(temporary, format="png", dpi=dpi)
         os.replace(temporary, path)
     finally:
@@ -65,7 +72,25 @@ def save_figure(figure: Figure, path: Path, dpi: int = 150) -> None:
 
 def as_image(figure: Figure, dpi: int = 100) -> np.ndarray:
     """The figure as pixels (height, width, 3), uint8: what TensorBoard's add_image takes (HWC)."""
-    with rc_context(STYLE):
+    with house_style():
         figure.set_dpi(dpi)
         figure.canvas.draw()
     return np.asarray(figure.canvas.buffer_rgba())[..., :3].copy()
+
+
+def save_image(pixels: np.ndarray, path: Path) -> None:
+    """Writes what `as_image` returned as a PNG, so that a figure is drawn only once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    Image.fromarray(pixels).save(temporary, format="png")
+    os.replace(temporary, path)
+
+
+def font(size: int, face: str = "DejaVuSans") -> ImageFont.FreeTypeFont:
+    """The font of the figures, for pictures that are drawn as pixels.
+
+    Args:
+        size: in pixels.
+        face: DejaVuSans, DejaVuSans-Bold or DejaVuSansMono.
+    """
+    return ImageFont.truetype(Path(get_data_path()) / "fonts" / "ttf" / f"{face}.ttf", size)

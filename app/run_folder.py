@@ -155,6 +155,34 @@ def _shape(shapes: dict[str, Any], name: str) -> str:
     return "none" if shape is None else str(tuple(shape))
 
 
+SETTINGS = {
+    "name": "name",
+    "seed": "seed_everything",
+    "epochs": "trainer.max_epochs",
+    "steps": "trainer.max_steps",
+    "precision": "trainer.precision",
+    "lr": "model.optimizer.lr",
+    "weight_decay": "model.optimizer.weight_decay",
+    "batch_size": "data.batch_size",
+}
+"""Settings that tell runs apart in TensorBoard's HPARAMS tab: short name -> key in the config."""
+
+
+def run_settings(config: str) -> dict[str, bool | int | float | str]:
+    """The settings of a resolved config (YAML) that are of interest when runs are compared."""
+    tree = yaml.safe_load(config)
+    flat = flat_settings(tree, "")
+    chosen = {short: flat.get(key) for short, key in SETTINGS.items()}
+    for key, value in flat.items():
+        if key.startswith("model.losses."):
+            chosen[f"loss_{key.removeprefix('model.losses.')}"] = value
+    chosen["data"] = (tree.get("data") or {}).get("class_path", "").rpartition(".")[2]
+    for callback in tree["trainer"].get("callbacks") or []:
+        if callback["class_path"].endswith("AdaptiveExperts"):
+            chosen["new_experts"] = callback.get("init_args", {}).get("initialization")
+    return {key: value for key, value in chosen.items() if value is not None}
+
+
 def flat_settings(value: Any, prefix: str) -> dict[str, Any]:
     """Values by path; a class stands at the path of its object."""
     if not isinstance(value, dict):

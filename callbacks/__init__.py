@@ -4,18 +4,21 @@ from .adaptive_experts import AdaptiveExperts
 from .balance import LossFreeBalance
 from .checkpoint import Checkpoint
 from .compile_blocks import CompileBlocks
+from .dashboard import Dashboard
 from .default_vectors import DefaultVectors
 from .event_files import EventFiles
 from .progress import ProgressBar
 from .random_state import RandomState
 from .routing_monitor import RoutingMonitor
 from .stopping import Stopped
+from .routing_pictures import RoutingPictures
 from .tables import MetricsTable, PredictionTable
 
 __all__ = [
     "AdaptiveExperts",
     "Checkpoint",
     "CompileBlocks",
+    "Dashboard",
     "DefaultVectors",
     "EventFiles",
     "LossFreeBalance",
@@ -25,4 +28,5 @@ __all__ = [
     "RandomState",
     "RoutingMonitor",
     "Stopped",
+    "RoutingPictures",
 ]

@@ -222,6 +222,11 @@ class ImageData(LightningDataModule):
 
     # ---- batches
 
+    def pixels(self, images: Tensor) -> Tensor:
+        """Images of a batch as they can be looked at: uint8 of the same shape."""
+        levels = (images - self._normalize.bias) / self._normalize.scale
+        return levels.round().clamp(0, 255).to(torch.uint8)
+
     def _train_batch(
         self, indices: Tensor, local: slice, generator: torch.Generator
     ) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,7 @@ SHORT = ("--trainer.max_epochs=2", "--trainer.limit_train_batches=6", "--trainer
 def fit(tmp_path, *more, config="quickstart.yaml") -> int:
     runs = f"--runs={tmp_path}"
     quiet = ("--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false")
+    quiet += ("--pictures.enabled=false",)  # tests/callbacks/test_monitoring_docs.py draws them
     return main(["fit", "--config", str(CONFIGS / config), runs, *SHORT, *quiet, *more])
 
 

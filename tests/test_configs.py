@@ -137,7 +137,8 @@ def fit(path: Path, runs: Path, *options: str) -> Path:
     command = ["fit", "--config", str(path), f"--runs={runs}", "--trainer.accelerator=cpu"]
     command += ["--trainer.limit_train_batches=2", "--trainer.limit_val_batches=1"]
     command += ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
-    command += ["--trainer.log_every_n_steps=1", "--monitor.every_n_steps=1", *options]
+    command += ["--trainer.log_every_n_steps=1", "--monitor.every_n_steps=1"]
+    command += ["--pictures.enabled=false", *options]
     assert cli.main(command) == 0
     return runs / path.stem / "version_0"
 

@@ -52,7 +52,7 @@ def command(book: Path, *options: str, subcommand: str = "fit", config: Path | N
         *(f"--data.cache_dir={book.parent / 'cache'}", "--trainer.accelerator=cpu"),
         *("--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"),
         *("--trainer.val_check_interval=5", "--trainer.log_every_n_steps=1"),
-        *("--monitor.every_n_steps=1", *options),
+        *("--monitor.every_n_steps=1", "--pictures.enabled=false", *options),
     ]
 
 

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from ..errors import ConfigError
 from ..moe import LOSSES, MoEBlock, Router, moe_blocks
 from ..moe.losses import load_balance
+from ..samples import ImageSamples, TextSamples
 
 NO_END = "model.schedule needs an end: set trainer.max_epochs or trainer.max_steps"
 
@@ -125,6 +126,10 @@ class MoETask(L.LightningModule):
                 load_E = load_E + self._step_load.get(name, 0.0)
             self._step_load[name] = load_E
         return load_E
+
+    def samples(self, batch: Any, count: int) -> ImageSamples | TextSamples | None:
+        """Up to `count` samples of a validation batch, spread over it, in a form to look at."""
+        return None
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Runs after the callbacks have read the routings: lets go of their memory."""

@@ -12,6 +12,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from torchvision.transforms import v2
 
 from ..errors import ConfigError
+from ..samples import ImageSamples, spread
 from .base import MoETask
 
 
@@ -140,6 +141,29 @@ class ImageClassification(MoETask):
             metric.update(logits, labels)
             bar = split == "val" and name == "accuracy"
             self.log(f"{split}/{name}", metric, prog_bar=bar, batch_size=len(labels))
+
+    def samples(self, batch: tuple[Tensor, Tensor], count: int) -> ImageSamples | None:
+        """Images, and how the network cuts them into tokens; None if that is not known."""
+        grid = getattr(getattr(self.network, "patch_embed", None), "grid_size", None)
+        if grid is None:
+            return None
+        images, labels = batch
+        rows = spread(len(images), count)
+        images, labels = images[rows], labels[rows].tolist()
+        data = getattr(self.trainer, "datamodule", None)
+        if hasattr(data, "pixels"):
+            images = data.pixels(images)
+        else:
+            low = images.amin((1, 2, 3), keepdim=True)
+            images = 255 * (images - low) / (images.amax((1, 2, 3), keepdim=True) - low + 1e-9)
+        names = getattr(data, "class_names", None)
+        return ImageSamples(
+            rows=rows,
+            pixels=images.to(torch.uint8).movedim(1, -1).cpu().numpy(),
+            captions=[names[label] if names else str(label) for label in labels],
+            grid=tuple(grid),
+            prefix=getattr(self.network, "num_prefix_tokens", 0),
+        )
 
     def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
         """Indices (B,), predicted classes (B,) and their probabilities (B,)."""

@@ -15,6 +15,7 @@ from torchmetrics import MeanMetric
 
 from ..errors import ConfigError
 from ..models.sampling import generate
+from ..samples import TextSamples, spread
 from .base import MoETask
 
 
@@ -137,6 +138,18 @@ class LanguageModeling(MoETask):
         for name, value in values.items():
             # The metric has been reduced over the processes already: they all log the same.
             self.log(f"{split}/{name}", value, prog_bar=True, sync_dist=True)
+
+    def samples(self, batch: Tensor, count: int) -> TextSamples:
+        """Texts, token by token."""
+        rows = spread(len(batch), count)
+
+        def piece(token: int) -> str:
+            if self.tokenizer is None or token < 0:
+                return str(token) if token >= 0 else ""
+            return self.tokenizer.decode([token]) or "␄"  # a special token, as the end of a text
+
+        texts = batch[rows, :-1].tolist()
+        return TextSamples(rows, [[piece(token) for token in text] for text in texts])
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self.tokenizer is not None:

@@ -16,20 +16,24 @@ from callback_support import (
     toy_block,
     vision_task,
 )
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from app.flops import forward_flops
 from app.models import Decoder
 from app.moe import Dense, MoEBlock, SwiGLUExperts, Ternary, TopAny, TopK, TopP
 from app.tasks import LanguageModeling
-from callbacks import DefaultVectors, LossFreeBalance, RoutingMonitor
+from callbacks import DefaultVectors, LossFreeBalance, RoutingMonitor, routing_statistics
+from callbacks.routing_monitor import HEADLINES
 from data.text import TextData
 
-STATISTICS = {
-    "active_experts", "experts_per_token", "unrouted_fraction", "router_entropy", "load_cv",
-    "load_max",
+BOTH = {
+    "active_experts", "experts_per_token", "unrouted_fraction", "router_entropy",
+    "router_entropy_marginal", "load_cv", "load_max", "load_min", "share_k0", "share_k1",
+    "share_k2", "share_k3plus", "gate_mean", "gate_max", "gate_sum",
 }  # fmt: skip
+TRAINING = {"vector_similarity", "vector_similarity_max"}
 OWN_STATISTICS = {
-    TopAny: {"threshold_mean", "share_k0", "share_k1", "share_k2", "share_k3plus"},
+    TopAny: {"threshold_mean", "threshold_min", "threshold_max"},
     Ternary: {
         "executed_experts", "flops_saved", "share_positive", "share_negative", "share_null",
     },
@@ -38,39 +42,65 @@ OWN_STATISTICS = {
 
 def naive(routings, active: list[int], top_any: bool) -> dict[str, float]:
     """The statistics of several batches, with plain loops in Python."""
-    tokens = pairs = unrouted = entropy = 0
+    tokens = pairs = entropy = 0
+    gate_sizes = gate_sum = gate_top = 0.0
     load = dict.fromkeys(active, 0)
+    taking, total = [], None
     for routing in routings:
         probs = getattr(routing, "probs_TE", routing.gates_TE).detach().double().tolist()
         if hasattr(routing, "logits_TR"):  # all levels apart, and the nulls
             probs = routing.logits_TR.detach().double().softmax(1).tolist()
-        hard = routing.mask_TE if not top_any else routing.hard_gates_TE.detach() > 0
-        for taken, own, p in zip(routing.mask_TE.tolist(), hard.tolist(), probs, strict=True):
+        hard = (routing.mask_TE if not top_any else routing.hard_gates_TE.detach() > 0).tolist()
+        gates = routing.gates_TE.detach().double().tolist()
+        for taken, own, p, g in zip(routing.mask_TE.tolist(), hard, probs, gates, strict=True):
             tokens += 1
             pairs += sum(taken)
-            unrouted += not any(own)
+            taking.append(sum(own))
             entropy -= sum(each * math.log(each) for each in p if each > 0)
+            total = p if total is None else [x + y for x, y in zip(total, p, strict=True)]
+            executed = [g[expert] for expert in active if taken[expert]]
+            gate_sizes += sum(abs(gate) for gate in executed)
+            gate_sum += sum(executed)
+            gate_top += max((abs(gate) for gate in executed), default=0.0)
             for expert in active:
                 load[expert] += taken[expert]
     mean = sum(load.values()) / len(active)
     variance = sum((n - mean) ** 2 for n in load.values()) / len(active)
-    return {
+    marginal = [each / sum(total) for each in total]
+    shares = {f"share_k{k}": taking.count(k) / tokens for k in range(3)}
+    return shares | {
+        "share_k3plus": sum(k >= 3 for k in taking) / tokens,
         "active_experts": len(active),
         "experts_per_token": pairs / tokens,
-        "unrouted_fraction": unrouted / tokens,
+        "unrouted_fraction": shares["share_k0"],
         "router_entropy": entropy / tokens,
+        "router_entropy_marginal": -sum(each * math.log(each) for each in marginal if each > 0),
         "load_cv": math.sqrt(variance) / mean,
         "load_max": max(load.values()) / mean,
+        "load_min": min(load.values()) / mean,
+        "gate_mean": gate_sizes / pairs,
+        "gate_max": gate_top / tokens,
+        "gate_sum": gate_sum / tokens,
+    }
+
+
+def naive_similarity(vectors: list[list[float]]) -> dict[str, float]:
+    """Cosines of all pairs of routing vectors."""
+    cosines = [
+        sum(x * y for x, y in zip(a, b, strict=True)) / math.hypot(*a) / math.hypot(*b)
+        for i, a in enumerate(vectors)
+        for b in vectors[:i]
+    ]
+    return {
+        "vector_similarity": sum(cosines) / len(cosines),
+        "vector_similarity_max": max(cosines),
     }
 
 
 def naive_own(routings, router: type) -> dict[str, float]:
     """What one kind of routing has in addition, token by token."""
     if router is TopAny:
-        counts = [sum(row) for r in routings for row in (r.hard_gates_TE > 0.5).tolist()]
-        shares = {f"share_k{k}": counts.count(k) / len(counts) for k in range(3)}
-        more = sum(count >= 3 for count in counts) / len(counts)
-        return shares | {"share_k3plus": more, "threshold_mean": 0.1}
+        return {"threshold_mean": 0.1, "threshold_min": 0.04, "threshold_max": 0.16}
     if router is not Ternary:
         return {}
     positive = negative = null = executed = count = 0
@@ -92,14 +122,32 @@ def naive_own(routings, router: type) -> dict[str, float]:
     }
 
 
+class Vectors(Recorder):
+    """Also keeps the routing vectors of the four active experts (or of all ternary outputs)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vectors: list[dict[str, list[list[float]]]] = []
+
+    def on_train_batch_end(self, trainer, pl_module, *arguments) -> None:
+        super().on_train_batch_end(trainer, pl_module, *arguments)
+        kept = {}
+        for name, block in pl_module.blocks.items():
+            weight = block.router.weight.detach().double()
+            ternary = isinstance(block.router, Ternary)
+            kept[name] = (weight if ternary else weight[:4]).tolist()
+        self.vectors.append(kept)
+
+
 @pytest.mark.parametrize("router", [TopAny, Dense, TopK, TopP, Ternary])
 def test_statistics(tmp_path, router):
     """Training statistics of each interval and validation statistics of each run, every tag."""
-    task, recorder = vision_task(router, num_experts=4, slots=6), Recorder()
+    slots = 4 if router is Ternary else 6
+    task, recorder = vision_task(router, num_experts=4, slots=slots), Vectors()
     if router is TopAny:
         with torch.no_grad():
             for block in task.blocks.values():
-                block.router.threshold.fill_(0.1)
+                block.router.threshold[:4] = torch.tensor([0.04, 0.1, 0.1, 0.16])
                 block.router.threshold.requires_grad_(False)
     trainer = make_trainer(
         tmp_path, recorder, RoutingMonitor(3), limit_train_batches=7, limit_val_batches=2,
@@ -107,11 +155,12 @@ def test_statistics(tmp_path, router):
     )  # fmt: skip
     trainer.fit(task, digits())
     scalars = read_scalars(tmp_path / "log")
+    own = BOTH | OWN_STATISTICS.get(router, set())
+    statistics = {"routing": own | TRAINING, "val_routing": own}
     tags = {tag for tag in scalars if "routing/" in tag}
     assert tags == {
         f"{kind}/blocks.{layer}/{statistic}"
-        for kind in ("routing", "val_routing") for layer in (0, 1)
-        for statistic in STATISTICS | OWN_STATISTICS.get(router, set())
+        for kind, keys in statistics.items() for layer in (0, 1) for statistic in keys
     }  # fmt: skip
     train = {3: slice(0, 3), 6: slice(3, 6), 9: slice(6, 9), 12: slice(9, 12)}
     val = {7: slice(0, 2), 14: slice(2, 4)}
@@ -119,16 +168,78 @@ def test_statistics(tmp_path, router):
         ("routing", recorder.train, train), ("val_routing", recorder.val, val)
     ):  # fmt: skip
         for layer in ("blocks.0", "blocks.1"):
-            for statistic in STATISTICS | OWN_STATISTICS.get(router, set()):
-                logged = scalars[f"{kind}/{layer}/{statistic}"]
-                assert [step for step, _ in logged] == list(intervals)
-                for (_, value), part in zip(logged, intervals.values(), strict=True):
-                    routings = [each[layer] for each in kept[part]]
-                    expected = naive(routings, [0, 1, 2, 3], router is TopAny)
-                    expected |= naive_own(routings, router)
-                    assert value == pytest.approx(expected[statistic], rel=1e-5, abs=1e-6), (
+            for number, (step, part) in enumerate(intervals.items()):
+                routings = [each[layer] for each in kept[part]]
+                expected = naive(routings, [0, 1, 2, 3], router is TopAny)
+                expected |= naive_own(routings, router)
+                if kind == "routing":
+                    expected |= naive_similarity(recorder.vectors[step - 1][layer])
+                for statistic in statistics[kind]:
+                    logged = scalars[f"{kind}/{layer}/{statistic}"]
+                    assert [at for at, _ in logged] == list(intervals)
+                    value = logged[number][1]
+                    assert value == pytest.approx(expected[statistic], rel=2e-5, abs=2e-6), (
                         statistic
                     )
+
+
+def test_each_expert(tmp_path):
+    """The detailed tier: loads, gates and thresholds by slot; histograms after each validation."""
+    task, recorder = vision_task(TopAny, num_experts=3, slots=5), Recorder()
+    trainer = make_trainer(
+        tmp_path, recorder, RoutingMonitor(2, "detailed"), limit_train_batches=4,
+        limit_val_batches=1, max_epochs=2,
+    )  # fmt: skip
+    trainer.fit(task, digits())
+    scalars = read_scalars(tmp_path / "log")
+    slots = {tag.rsplit("/", 1)[1] for tag in scalars if tag.startswith("experts/")}
+    assert slots == {"00", "01", "02"}
+    for number, part in enumerate((slice(0, 2), slice(2, 4))):
+        masks = torch.cat([each["blocks.1"].mask_TE for each in recorder.train[part]])
+        gates = torch.cat([each["blocks.1"].gates_TE.detach() for each in recorder.train[part]])
+        load = [masks[:, e].sum().item() for e in range(3)]
+        for e in range(3):
+            expected = {
+                "load": load[e] / (sum(load) / 3),
+                "gate": gates[:, e][masks[:, e]].double().mean().item(),
+            }
+            for key, value in expected.items():
+                logged = scalars[f"experts/blocks.1/{key}/{e:02}"][number][1]
+                assert logged == pytest.approx(value, rel=1e-5)
+    threshold = task.blocks["blocks.1"].router.threshold[2].item()
+    assert scalars["experts/blocks.1/threshold/02"][-1] == (8, pytest.approx(threshold))
+    assert [step for step, _ in scalars["val_experts/blocks.0/load/01"]] == [4, 8]
+    events = EventAccumulator(str(tmp_path / "log"), size_guidance={"histograms": 0}).Reload()
+    for layer in ("blocks.0", "blocks.1"):
+        histograms = events.Histograms(f"histograms/{layer}/load")
+        assert [each.step for each in histograms] == [4, 8]
+        assert histograms[0].histogram_value.num == 3
+
+
+def test_a_hundred_layers_log_a_bounded_number_of_tags(tmp_path):
+    """Six headlines for each layer; of everything else the mean, the least and the largest."""
+    monitor = RoutingMonitor(1)
+    blocks = [toy_block(partial(TopK, k=1)) for _ in range(100)]
+    fit(tmp_path, Toy(*blocks), [tokens("0011"), tokens("0122")], monitor, val=[tokens("01")])
+    scalars = read_scalars(tmp_path / "log")
+    layers = [tag for tag in scalars if tag.startswith(("routing/", "val_routing/"))]
+    assert len(layers) == 100 * 2 * len(HEADLINES) and len(scalars) < 1400
+    for split in ("", "val_"):
+        own = [scalars[f"{split}routing/blocks.{i}/load_cv"][-1][1] for i in range(100)]
+        for part, value in (("mean", sum(own) / 100), ("min", min(own)), ("max", max(own))):
+            logged = scalars[f"{split}all_layers/load_cv_{part}"][-1][1]
+            assert logged == pytest.approx(value, rel=1e-5)
+    assert "all_layers/vector_similarity_mean" in scalars
+    assert "all_layers/share_k3plus_max" in scalars
+
+
+def test_reading_is_one_sum_over_all_processes(tmp_path, monkeypatch):
+    """However many layers: one reduction an interval, and nothing is read in between."""
+    calls = []
+    monkeypatch.setattr(routing_statistics, "sum_over_ranks", lambda *each: calls.append(each))
+    task = Toy(*(toy_block(TopK) for _ in range(7)))
+    fit(tmp_path, task, [tokens("0123")] * 6, RoutingMonitor(3))
+    assert [len(each) for each in calls] == [1, 1]
 
 
 def test_steps_and_not_micro_batches_are_counted(tmp_path):
@@ -170,9 +281,11 @@ def test_a_dense_network_logs_nothing(tmp_path):
     assert len(cost) == 1 and cost.pop() > 0
 
 
-def test_interval_must_be_positive():
+def test_settings_are_checked():
     with pytest.raises(ValueError, match="at least 1, got 0"):
         RoutingMonitor(0)
+    with pytest.raises(ValueError, match="brief or detailed, got long"):
+        RoutingMonitor(detail="long")
 
 
 def test_default_vectors(tmp_path):

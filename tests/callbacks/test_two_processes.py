@@ -103,7 +103,7 @@ def test_one_process_writes_the_tables(adaptive_pair):
     alone, shared = read_scalars(one), read_scalars(two)
     tags = {tag for tag in alone if "routing/" in tag or tag.startswith("experts/")}
     assert {"compute/gflops_per_image", "val_compute/gflops_per_image"} <= set(alone)
-    assert len(tags) == 2 * (2 * 11 + 4) and tags <= set(shared)
+    assert len(tags) == 2 * (20 + 18 + 4) and tags <= set(shared)
     for tag in tags:
         assert [step for step, _ in alone[tag]] == [step for step, _ in shared[tag]]
         values = [value for _, value in alone[tag]]

@@ -180,7 +180,7 @@ def run_settings(config: str) -> dict[str, bool | int | float | str]:
     for callback in tree["trainer"].get("callbacks") or []:
         if callback["class_path"].endswith("AdaptiveExperts"):
             chosen["new_experts"] = callback.get("init_args", {}).get("initialization")
-    return {key: value for key, value in chosen.items() if value is not None}
+    return {key: value for key, value in chosen.items() if value not in (None, "", -1)}
 
 
 def flat_settings(value: Any, prefix: str) -> dict[str, Any]:

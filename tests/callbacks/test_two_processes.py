@@ -31,6 +31,7 @@ from callbacks import (
     MetricsTable,
     RandomState,
     RoutingMonitor,
+    RoutingPictures,
 )
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -45,8 +46,8 @@ def adaptive_run(folder: Path, options: dict, ckpt_path: Path | None = None) -> 
             block.router.threshold.fill_(0.1)
     saving = ModelCheckpoint(None, "{step}", every_n_train_steps=1, save_top_k=-1)
     trainer = make_trainer(
-        folder, recorder, adaptive, RoutingMonitor(2), MetricsTable(), RandomState(), saving,
-        max_epochs=2, limit_train_batches=9, limit_val_batches=1, **options,
+        folder, recorder, adaptive, RoutingMonitor(2), RoutingPictures(layers=1), MetricsTable(),
+        RandomState(), saving, max_epochs=2, limit_train_batches=9, limit_val_batches=1, **options,
     )  # fmt: skip
     trainer.fit(task, digits(), ckpt_path=ckpt_path)
     return {
@@ -100,6 +101,9 @@ def test_one_process_writes_the_tables(adaptive_pair):
     for a, b in zip(left, right, strict=True):
         assert float(a["val/loss"]) == pytest.approx(float(b["val/loss"]), rel=1e-4)
         assert float(a["val/accuracy"]) == pytest.approx(float(b["val/accuracy"]), abs=0.006)
+    pictures = sorted(path.name for path in (one / "pictures").iterdir())
+    assert len(pictures) == 4 and "patches.png" in pictures
+    assert sorted(path.name for path in (two / "pictures").iterdir()) == pictures
     alone, shared = read_scalars(one), read_scalars(two)
     tags = {tag for tag in alone if "routing/" in tag or tag.startswith("experts/")}
     assert {"compute/gflops_per_image", "val_compute/gflops_per_image"} <= set(alone)

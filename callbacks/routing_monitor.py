@@ -233,7 +233,7 @@ class RoutingMonitor(L.Callback):
         self.history = {
             name: RoutingHistory.from_state_dict(each) for name, each in state["history"].items()
         }
-        self.taking = {split: dict(layers) for split, layers in state["taking"].items()}
+        self.taking |= {split: dict(layers) for split, layers in state["taking"].items()}
 
 
 def _by_layer(values: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:

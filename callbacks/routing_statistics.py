@@ -47,9 +47,12 @@ class Sums:
         for name, value in counts.items():
             self.counts[name] = self.counts.get(name, 0) + value
 
+    def _all(self) -> Tensor:
+        return torch.cat([self._total, self._total.new_tensor(list(self.counts.values()))])
+
     def read(self) -> dict[str, Tensor]:
         """The sums and the counts over all processes, on the CPU, in one transfer."""
-        total = torch.cat([self._total, self._total.new_tensor(list(self.counts.values()))])
+        total = self._all()
         sum_over_ranks(total)
         return _split(total.cpu(), self._shapes | dict.fromkeys(self.counts, torch.Size()))
 
@@ -59,22 +62,18 @@ class Sums:
 
     def state_dict(self) -> dict[str, Any]:
         """Sums over all processes, which have to ask together."""
-        counts = self._total.new_tensor(list(self.counts.values()))
-        total, counts = for_checkpoint(self._total, counts)
-        return {
-            "total": total,
-            "counts": dict(zip(self.counts, counts.tolist(), strict=True)),
-            "shapes": {name: list(shape) for name, shape in self._shapes.items()},
-        }
+        shapes = {name: list(shape) for name, shape in self._shapes.items()}
+        (total,) = for_checkpoint(self._all())
+        return {"total": total, "shapes": shapes, "counts": list(self.counts)}
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> Sums:
         """What this process goes on with: the first with all of the sums, the others with zeros."""
-        sums = cls()
+        sums, names = cls(), state["counts"]
+        (total,) = from_checkpoint(state["total"])
         sums._shapes = {name: torch.Size(shape) for name, shape in state["shapes"].items()}
-        counts = torch.tensor(list(state["counts"].values()), dtype=torch.float64)
-        sums._total, counts = from_checkpoint(state["total"], counts)
-        sums.counts = dict(zip(state["counts"], counts.tolist(), strict=True))
+        sums._total = total[: len(total) - len(names)]
+        sums.counts = dict(zip(names, total[len(sums._total) :].tolist(), strict=True))
         return sums
 
 

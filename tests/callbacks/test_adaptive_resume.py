@@ -193,7 +193,8 @@ class Elsewhere:
         (LossFreeBalance(), {"blocks.0": torch.ones(5)}),
         (
             RoutingMonitor(),
-            {"sums": {"routing/blocks.0": torch.ones(9)}, "vectors": {}, "logged_step": 0},
+            {"sums": {"total": torch.ones(9), "shapes": {"blocks.0/load_E": [9]}, "counts": []},
+             "vectors": {}, "logged_step": 0, "history": {}, "taking": {}},
         ),
     ],
 )  # fmt: skip

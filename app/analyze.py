@@ -40,7 +40,7 @@ from .arguments import Parser, find_device, number, write_json
 from .checkpoints import read_checkpoint, rebuild
 from .errors import ConfigError
 from .moe import moe_blocks
-from .run_folder import other_model
+from .run_folder import differing_settings
 from .tasks import LanguageModeling
 
 
@@ -110,8 +110,12 @@ def read_checkpoints(paths: Sequence[Path]) -> list[Checkpoint]:
     last = found[-1]
     for each in found[:-1]:
         if each.network_config != last.network_config:
-            config = last.content["config"]
-            raise other_model(each.path, config, RuntimeError("the networks differ"))
+            told = differing_settings(each.path, each.content, last.content["config"])
+            differing = [text for key, text in told.items() if key.startswith("model.network")]
+            raise ConfigError(
+                f"ckpt_path: {each.path} is of another model: {'; '.join(differing[:4])} (here is "
+                f"{last.path})"
+            )
     seeds = {yaml.safe_load(each.content["config"]).get("seed_everything") for each in found}
     if len(seeds) > 1:
         print(

@@ -10,8 +10,8 @@ from .event_files import EventFiles
 from .progress import ProgressBar
 from .random_state import RandomState
 from .routing_monitor import RoutingMonitor
-from .stopping import Stopped
 from .routing_pictures import RoutingPictures
+from .stopping import Stopped
 from .tables import MetricsTable, PredictionTable
 
 __all__ = [
@@ -27,6 +27,6 @@ __all__ = [
     "ProgressBar",
     "RandomState",
     "RoutingMonitor",
-    "Stopped",
     "RoutingPictures",
+    "Stopped",
 ]

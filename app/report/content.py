@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ def report(
     if unknown:
         blocks.append(Text(f"Whether these are finished is not known: {', '.join(unknown)}."))
     if problems:
-        blocks += [Text("What could not be read:"), Items(list(problems))]
+        blocks += [Text("Notes on what was read:"), Items(list(problems))]
     for section in sections:
         blocks += _section(section, out)
     return blocks
@@ -65,8 +66,8 @@ def _section(section: Section, out: Path) -> list[Block]:
             out / f"{section.slug}_convergence.png",
             f"{section.metric_name} over {section.by}s, a line a method",
             f"{section.metric_name.capitalize()} by {section.by}: mean over seeds; bands are one "
-            "standard deviation (n - 1) where there are several seeds. Thin lines go on where not "
-            "all seeds have arrived. The legend is in the order of the last values.",
+            "standard deviation (n - 1), for methods with several seeds. Thin lines go on where "
+            "not all seeds have arrived. The legend is in the order of the last values, best first.",
         )
     )
     if pictures.has_compute(section):
@@ -77,8 +78,9 @@ def _section(section: Section, out: Path) -> list[Block]:
                 out / f"{section.slug}_compute.png",
                 f"{section.metric_name} against active FLOPs, a point a method",
                 f"{section.metric_name.capitalize()} against active FLOPs of a forward pass, "
-                "counted from what was executed, both at the last evaluation. Bars: one standard "
-                "deviation over seeds. Open markers: not all runs are finished.",
+                "counted from what was executed, both at the last evaluation of the seeds that "
+                "have got furthest. Bars: one standard deviation over seeds. Open markers: not "
+                "all seeds are finished.",
             )
         )
     moving = [group for group in section.groups if pictures.has_timeline(group)]
@@ -86,7 +88,8 @@ def _section(section: Section, out: Path) -> list[Block]:
         blocks.append(Heading("Experts over time", 3))
     names: set[str] = set()
     for group in moving:
-        name = group.method.key if group.method.key not in names else group.runs[0].title
+        name = re.sub(r"\W+", "_", group.method.key)
+        name = name if name not in names else f"{name}_{len(names)}"
         names.add(name)
         blocks.append(
             _picture(
@@ -149,12 +152,12 @@ def _how_to_read(section: Section) -> str:
         "± standard deviation over seeds (n - 1); one seed has none.",
         "Experts, FLOPs (forward, counted from what was executed), parameters (without unused "
         "expert slots) and wall time (evaluations included) are means over seeds at the last "
-        "evaluation; with several MoE layers, experts are given layer by layer.",
+        "evaluation; where MoE layers differ, experts are given layer by layer.",
     ]
     if any(group.unfinished for group in section.groups):
         parts.append(
             "* Not all seeds are finished: a cell says over how many seeds it is where these are "
-            "not all, and wall time is that so far."
+            "not all, and what is of the last evaluation is over the seeds that have got furthest."
         )
     return " ".join(parts)
 
@@ -180,10 +183,8 @@ def published_table(section: Section, table: Table) -> Grid:
                     f"{row['k']:g}",
                     *(f"{value:.2f}" for value in row["accuracy"]),
                     group.label if group else DASH,
-                    _stat(value, 2),
-                    "; ".join(dict.fromkeys(run.progress() for run in group.runs))
-                    if group
-                    else DASH,
+                    _score(value, group, section) if group else DASH,
+                    group.furthest[0].progress() if group else DASH,
                 ]
             )
     return Grid(header, rows)
@@ -232,7 +233,7 @@ def _wall_time(group: Group) -> str:
     if seconds is None:
         return DASH
     text = duration(seconds.mean)
-    return f"{text} so far" if group.unfinished else text
+    return f"{text} so far" if len(group.unfinished) == len(group.runs) else text
 
 
 def duration(seconds: float) -> str:

@@ -68,7 +68,8 @@ def method_of(config: dict[str, Any]) -> Method:
         if losses.keys() & {"load_balance", "efficiency"}:
             more = [each for each in ("load_balance", "efficiency") if each in losses]
             key, size = f"{key}+{'+'.join(more)}", size + 10
-            label += " + " + " + ".join(each.replace("_", "-") for each in more) + " loss"
+            names = " and ".join({"load_balance": "balance"}.get(each, each) for each in more)
+            label += f" + {names} loss{'es' * (len(more) > 1)}"
     elif name == "TopAny":
         family, size, key, label = "topany", 0, "topany", "top-any, fixed experts"
     elif name == "Ternary":

@@ -9,6 +9,7 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from ..figures import COLORS, STYLE, new_figure
@@ -21,6 +22,7 @@ LINES = ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (1, 3)))
 MARKERS = "osD^vPX*<>dph"
 BIRTH, DEATH, REFUSAL = ("^", COLORS[2]), ("v", COLORS[3]), ("x", "0.5")
 COLUMNS = 3  # of axes in a timeline
+LEGEND_COLUMNS = 3
 
 
 def styles(groups: Sequence[Group]) -> list[dict[str, object]]:
@@ -42,37 +44,70 @@ def styles(groups: Sequence[Group]) -> list[dict[str, object]]:
 
 @rc_context(STYLE)
 def convergence(section: Section) -> Figure:
-    """The metric over epochs or steps: mean over seeds, band of one standard deviation."""
-    rows = len(section.groups)
-    figure, axes = new_figure(8.0, max(4.0, 0.25 * rows + 1.0))
-    ax, ends = axes[0, 0], {}
-    scale = 100.0 if section.percent else 1.0
+    """The metric over epochs or steps, mean and one standard deviation, and its second half."""
+    rows = -(-len(section.groups) // LEGEND_COLUMNS)
+    figure, axes = new_figure(9.0, 4.2 + 0.2 * rows, 1, 2)
+    whole, half = axes[0]
+    ends = {}
     for group, style in zip(section.groups, styles(section.groups), strict=True):
-        marks, stats = group.curve(section.metric, section.by)
-        values = [section.shown(each) for each in stats]
-        style = style | {"markersize": 4, "marker": style["marker"] if len(marks) < 25 else ""}
-        mean = np.array([each.mean for each in values])
-        last = [run.rows[-1].values.get(section.metric, np.nan) * scale for run in group.runs]
-        (line,) = ax.plot(marks, mean, label=_legend(group), **style)
-        ends[line] = float(np.nanmean(last))
-        spread = [(at, v.mean, v.std) for at, v in zip(marks, values, strict=True) if v.std]
-        if spread:
-            at, middle, std = map(np.array, zip(*spread, strict=True))
-            band = {"color": style["color"], "alpha": 0.15, "linewidth": 0}
-            ax.fill_between(at, middle - std, middle + std, **band)
-        for run in group.runs:  # what some of the seeds have not reached yet
-            _tail(ax, run, section, marks[-1] if marks else 0, style["color"], scale)
-    ax.set_xlabel("epoch" if section.by == "epoch" else "optimizer step")
-    ax.set_ylabel(section.metric_name)
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    ax.grid(alpha=0.25)
-    best_first = sorted(ends, key=lambda line: ends[line], reverse=section.percent)
-    best_first += _published(ax, section)
-    ax.legend(handles=best_first, loc="center left", bbox_to_anchor=(1.0, 0.5), handlelength=3.2)
+        for ax in (whole, half):
+            line = _curve(ax, group, section, style)
+        ends[line] = section.shown(group.last(section.metric)).mean
+    best_first = sorted(ends, key=ends.get, reverse=section.percent)
+    best_first += _published(whole, section)
+    _published(half, section)
+    for ax in (whole, half):
+        ax.set_xlabel("epoch" if section.by == "epoch" else "optimizer step")
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.grid(alpha=0.25)
+    whole.set_ylabel(section.metric_name)
+    half.set_title("the second half")
+    _zoom(half)
+    figure.legend(
+        handles=best_first, loc="outside lower center", ncols=LEGEND_COLUMNS, handlelength=3.2
+    )
     return figure
 
 
-def _published(ax: Axes, section: Section) -> list[object]:
+def _curve(ax: Axes, group: Group, section: Section, style: dict[str, object]) -> Line2D:
+    marks, stats = group.curve(section.metric, section.by)
+    values = [section.shown(each) for each in stats]
+    style = style | {"markersize": 4, "marker": style["marker"] if len(marks) < 25 else ""}
+    (line,) = ax.plot(marks, [each.mean for each in values], label=_legend(group), **style)
+    spread = [(at, v.mean, v.std) for at, v in zip(marks, values, strict=True) if v.std]
+    if spread:
+        at, middle, std = map(np.array, zip(*spread, strict=True))
+        band = {"color": style["color"], "alpha": 0.15, "linewidth": 0}
+        ax.fill_between(at, middle - std, middle + std, **band)
+    for run in group.runs:  # what some of the seeds have not reached yet
+        _tail(ax, run, section, marks[-1] if marks else 0, style["color"])
+    return line
+
+
+def _tail(ax: Axes, run: Run, section: Section, start: int, color: object) -> None:
+    at = [
+        (mark, row.values[section.metric] * (100.0 if section.percent else 1.0))
+        for row in run.rows
+        if section.metric in row.values
+        and (mark := row.epoch if section.by == "epoch" else row.step) is not None
+        and mark >= start
+    ]
+    if len(at) > 1:
+        ax.plot(*zip(*at, strict=True), color=color, linewidth=0.7, alpha=0.6)
+
+
+def _zoom(ax: Axes) -> None:
+    """Limits the axes to the second half of the time, and to what the lines do there."""
+    lines = [(np.asarray(line.get_xdata()), np.asarray(line.get_ydata())) for line in ax.lines]
+    last = max((x.max() for x, _ in lines if len(x)), default=1.0)
+    seen = [y[x >= last / 2] for x, y in lines if len(x)]
+    seen = np.concatenate([y for y in seen if len(y)] or [np.array([0.0, 1.0])])
+    room = 0.08 * (np.ptp(seen) or 1.0)
+    ax.set_xlim(last / 2 - 0.02 * last, last * 1.02)
+    ax.set_ylim(seen.min() - room, seen.max() + room)
+
+
+def _published(ax: Axes, section: Section) -> list[Line2D]:
     """Marks the published values of the methods that are here, for networks of the same size."""
     look = {"linestyle": "none", "marker": "o", "markerfacecolor": "none", "markersize": 7}
     for table in tables_for(section):
@@ -88,21 +123,9 @@ def _published(ax: Axes, section: Section) -> list[object]:
 
 def _legend(group: Group) -> str:
     count = len(group.runs)
-    progress = f", {len(group.unfinished)} unfinished" if group.unfinished else ""
-    return f"{group.label} ({count} seed{'s' * (count > 1)}{progress})"
-
-
-def _tail(ax: Axes, run: Run, section: Section, start: int, color: object, scale: float) -> None:
-    at = [
-        (mark, row.values[section.metric] * scale)
-        for row in run.rows
-        if section.metric in row.values
-        and (mark := row.epoch if section.by == "epoch" else row.step) is not None
-        and mark >= start
-    ]
-    if len(at) > 1 or (at and not start):
-        x, y = zip(*at, strict=True)
-        ax.plot(x, y, color=color, linewidth=0.7, alpha=0.6)
+    parts = [f"{count} seeds"] * (count > 1)
+    parts += [f"{len(group.unfinished)} unfinished"] * bool(group.unfinished)
+    return f"{group.label} ({', '.join(parts)})" if parts else group.label
 
 
 def has_compute(section: Section) -> bool:
@@ -146,7 +169,7 @@ def compute(section: Section) -> Figure:
                 (flops.mean, value.mean + (value.std or 0)),
             ),
         ]
-        labels.append((group.label, style["color"]))
+        labels.append(group.label)
     scale = _unit_of_flops(ax)
     ax.set_xlabel(f"active {scale} per {unit}, forward, at the last evaluation")
     ax.set_ylabel(section.metric_name)
@@ -167,7 +190,7 @@ def _unit_of_flops(ax: Axes) -> str:
 def place_labels(
     ax: Axes,
     points: Sequence[tuple[float, float]],
-    labels: Sequence[tuple[str, object]],
+    labels: Sequence[str],
     bars: Sequence[tuple[tuple[float, float], tuple[float, float]]] = (),
 ) -> None:
     """Writes a label at each point, where it covers neither another one, nor a point or a bar.
@@ -177,7 +200,7 @@ def place_labels(
     Args:
         ax: whose limits are final.
         points: in data units.
-        labels: text and colour, one a point.
+        labels: one a point.
         bars: lines to keep clear of, from lower left to upper right.
     """
     figure = ax.figure
@@ -190,8 +213,8 @@ def place_labels(
     for ends in bars:
         (x0, y0), (x1, y1) = ax.transData.transform(np.array(ends))
         taken.append((x0 - pad / 3, y0 - pad / 3, x1 + pad / 3, y1 + pad / 3))
-    for (text, color), xy, (x, y) in zip(labels, points, pixels, strict=True):
-        look = {"textcoords": "offset points", "fontsize": 8, "color": color}
+    for text, xy, (x, y) in zip(labels, points, pixels, strict=True):
+        look = {"textcoords": "offset points", "fontsize": 8, "color": "0.15"}
         trial = ax.annotate(text, xy, (0, 0), **look)
         box = trial.get_window_extent(renderer)
         trial.remove()
@@ -278,7 +301,7 @@ def timeline(group: Group, by: str) -> Figure:
     return figure
 
 
-def _handle(ax: Axes, label: str, **look: object) -> object:
+def _handle(ax: Axes, label: str, **look: object) -> Line2D:
     return ax.plot([], [], label=label, **look)[0]
 
 

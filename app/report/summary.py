@@ -67,9 +67,16 @@ class Group:
         """
         return stat(_at(run, key, mark, by) for run in self.runs)
 
+    @property
+    def furthest(self) -> list[Run]:
+        """The runs whose last evaluations compare: the finished ones, or else the most advanced."""
+        finished = [run for run in self.runs if run.finished is not False]
+        most = max(run.rows[-1].step for run in self.runs)
+        return finished or [run for run in self.runs if run.rows[-1].step == most]
+
     def last(self, key: str) -> Stat | None:
-        """A metric at each run's last evaluation."""
-        return stat(run.rows[-1].values.get(key) for run in self.runs)
+        """A metric at the last evaluation of the `furthest` runs."""
+        return stat(run.rows[-1].values.get(key) for run in self.furthest)
 
     def gflops(self) -> tuple[Stat | None, str]:
         """Forward GFLOPs of the last evaluation, and what they are per: `image` or `token`."""
@@ -89,9 +96,9 @@ class Group:
         return [each for each in found if each]
 
     def over_layers(self, statistic: str) -> Stat | None:
-        """A routing statistic of the last evaluation: each run's mean over its layers."""
+        """As `last`, of a routing statistic: each run's mean over its layers."""
         means = []
-        for run in self.runs:
+        for run in self.furthest:
             last = run.rows[-1].values
             values = [last.get(f"val_routing/{each}/{statistic}") for each in run.layers(statistic)]
             known = [value for value in values if value is not None]

@@ -67,7 +67,7 @@ def _section(section: Section, out: Path) -> list[Block]:
             f"{section.metric_name} over {section.by}s, a line a method",
             f"{section.metric_name.capitalize()} by {section.by}: mean over seeds; bands are one "
             "standard deviation (n - 1), for methods with several seeds. Thin lines go on where "
-            "not all seeds have arrived. The legend is in the order of the last values, best first.",
+            "not all seeds have arrived. The legend has the best last value first.",
         )
     )
     if pictures.has_compute(section):
@@ -168,9 +168,8 @@ def published_table(section: Section, table: Table) -> Grid:
         "method, as published",
         "experts per token, published",
         *(f"published, epoch {epoch}" for epoch in table.epochs),
-        "here: method",
-        "here: last accuracy in %",
-        "here: at",
+        "here, last accuracy in %",
+        "here, at",
     ]
     rows = []
     for row in table.rows:
@@ -179,10 +178,9 @@ def published_table(section: Section, table: Table) -> Grid:
             value = group and section.shown(group.last(section.metric))
             rows.append(
                 [
-                    row["label"],
+                    row["label"] + (f" (here: {group.label})" if len(ours) > 1 else ""),
                     f"{row['k']:g}",
                     *(f"{value:.2f}" for value in row["accuracy"]),
-                    group.label if group else DASH,
                     _score(value, group, section) if group else DASH,
                     group.furthest[0].progress() if group else DASH,
                 ]

@@ -28,7 +28,7 @@ class Items:
 
 @dataclass(frozen=True)
 class Grid:
-    """A table. The first column holds words, the others numbers; `quiet` rows are not ours."""
+    """A table; its first column holds words, the others numbers."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -79,11 +79,12 @@ table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tab
 th, td { padding: .35rem .6rem; text-align: right; border-bottom: 1px solid #ddd; }
 th { border-bottom: 2px solid #888; vertical-align: bottom; }
 td { white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; white-space: normal; min-width: 9rem; }
+th:first-child, td:first-child { text-align: left; white-space: normal; min-width: 11rem; }
 tbody tr:nth-child(even) { background: #f6f6f6; }
 figure { margin: 1rem 0; } img { max-width: 100%; height: auto; }
 figcaption { font-size: .875rem; color: #444; }
 code { overflow-wrap: anywhere; }
+@page { size: A4 landscape; margin: 12mm; }
 @media print {
   body { max-width: none; font-size: 10pt; padding: 0; }
   .scroll { overflow: visible; } table { font-size: 7pt; } th, td { padding: .15rem .3rem; }

@@ -64,6 +64,9 @@ def explain(message: str, options: Sequence[str] = (), subcommands: Collection[s
     if literal and keys:
         got = re.search(r"Given value: (.+)", message)
         return f"{keys}: expected {_type_name(literal[0])}" + (f", got {got[1]}" if got else "")
+    several = re.search(r"Multiple subclasses with name (\w+)\. .*?: (\S+(?:, \S+)*)\.\s", message)
+    if several and keys:
+        return f"{keys}: there are several classes {several[1]}; give one of {several[2]}"
     required = re.search(r'Key "([^"]+)" is required', message)
     if required and keys:
         path = re.findall(r"class_path '([\w.]+)'", message)

@@ -84,7 +84,10 @@ def read_rows(path: Path) -> tuple[list[dict[str, str]], str]:
         return [], "is empty"
     if "\0" in text or "�" in text:
         return [], "is damaged: it is no text"
-    lines = list(csv.reader(io.StringIO(text)))
+    try:
+        lines = list(csv.reader(io.StringIO(text)))
+    except csv.Error as error:
+        return [], f"is damaged: {error}"
     header, cells = lines[0], [line for line in lines[1:] if line]
     rows = [dict(zip(header, line, strict=True)) for line in cells if len(line) == len(header)]
     bad = len(cells) - len(rows)

@@ -342,6 +342,10 @@ CASES = [
     option("--model.losses=3", "model.losses: expected dict[str, float] or null, got 3"),
     option("--model.network=MyNet", f"model.network: there is no class MyNet; {CLASS}"),
     option(
+        "--model.network=ResNet",
+        "model.network: there are several classes ResNet; give one of torchvision.models.ResNet, …",
+    ),
+    option(
         "--model.network.moe.router=TopKK",
         f"model.network.moe.router: there is no class TopKK; {CLASS}",
     ),

@@ -53,7 +53,8 @@ def lively(network: nn.Module, holes: dict[str, list[int]]) -> nn.Module:
     generator = torch.Generator().manual_seed(1)
     for name, value in network.named_parameters():
         if not name.endswith("log_temperature"):
-            value.add_(torch.randn(value.shape, generator=generator), alpha=0.3)
+            noise = torch.randn(value.shape, generator=generator)
+            value.copy_(0.3 * noise + ("norm" in name and name.endswith("weight")))
     for name, block in moe_blocks(network).items():
         if hasattr(block.router, "balance_bias_E"):
             block.router.balance_bias_E.normal_(std=0.05, generator=generator)
@@ -123,7 +124,7 @@ def test_outputs_stay(tmp_path, name: str, kind: str, dtype: torch.dtype) -> Non
     with torch.inference_mode():
         expected, got = network(x), loaded(x)
     assert got.dtype == dtype and not loaded.training
-    close = {torch.float32: 1e-6, torch.float64: 1e-12}[dtype]
+    close = {torch.float32: 3e-6, torch.float64: 1e-14}[dtype]  # of the largest output
     scale = float(expected.abs().max())
     torch.testing.assert_close(got, expected, rtol=0, atol=close * scale)
     blocks = moe_blocks(loaded)

@@ -95,7 +95,7 @@ class TopAny(Router):
             )
 
     def forward(self, x_TD: Tensor, active_E: Tensor) -> TopAnyRouting:
-        features_TD = x_TD if self.mlp is None else self.mlp(x_TD)
+        features_TD = x_TD if self.mlp is None else self._features(x_TD)
         vectors_ED = self.weight.to(x_TD)
         # Divided after the product: no further table of T rows and D columns, forward or backward.
         norm_T1 = _Norm.apply(features_TD).clamp_min(1e-12)
@@ -125,6 +125,12 @@ class TopAny(Router):
             hard_TE,
             vectors_ED,
         )
+
+    def _features(self, x_TD: Tensor) -> Tensor:
+        """The router MLP, in x's dtype whatever that of its weights, as all of the router."""
+        up, _, down = self.mlp
+        hidden = F.gelu(F.linear(x_TD, up.weight.to(x_TD), up.bias.to(x_TD)))
+        return F.linear(hidden, down.weight.to(x_TD), down.bias.to(x_TD))
 
     def aim(self, slot: int, direction_D: Tensor) -> None:
         """A new expert: w = direction, G = 0 (arXiv 2405.14297, section 3.2)."""

@@ -11,7 +11,7 @@ import torch
 
 from data.errors import DataError
 
-from ..arguments import find_device, number, write_json
+from ..arguments import Parser, find_device, number, write_json
 from ..errors import ConfigError
 from .rows import Row
 from .timing import CLOCKS
@@ -82,8 +82,8 @@ def _device(options: argparse.Namespace) -> torch.device:
     return device
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m app benchmark",
         description="Times the MoE block, the training step or the data. Every figure is a median "
         "of repeats in which all cases take turns; a ratio is the median of the ratios within each "

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from callbacks.common import write_csv
 
-from ..arguments import number, write_json
+from ..arguments import Parser, number, write_json
 from ..errors import ConfigError
 from .content import as_data, as_table, main_table, report
 from .pages import to_html, to_markdown
@@ -120,9 +120,10 @@ def _show(section: Section) -> None:
     Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m app report",
+        formatter_class=argparse.HelpFormatter,
         description="A report of runs from their folders alone, finished or not: tables of means "
         "over seeds, convergence, accuracy against compute, experts over time. Writes report.md, "
         "report.html (one file, pictures included), table.csv and PNGs.",

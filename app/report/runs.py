@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from collections.abc import Iterable
@@ -233,6 +234,8 @@ def _as_row(raw: dict[str, str], whole_epochs: int) -> Row | None:
                 values[key] = float(text)
             except ValueError:
                 return None
+    if not all(math.isfinite(values.get(key, 0.0)) for key in ("step", "epoch")):
+        return None
     if "step" not in values:
         return None
     epoch = values.pop("epoch", None)
@@ -271,5 +274,8 @@ def _is_whole(path: Path) -> bool:
             head = file.read(struct.calcsize(RECORD))
             if len(head) < struct.calcsize(RECORD):
                 return False
-            file.seek(struct.unpack(RECORD, head)[0] + 4, 1)
+            length = struct.unpack(RECORD, head)[0]
+            if length > size:
+                return False
+            file.seek(length + 4, 1)
         return file.tell() == size

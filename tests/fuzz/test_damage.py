@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +69,45 @@ def test_png(damage: Damage) -> None:
         one_line(error, Path("a.png"))
     else:
         assert torch.equal(got, expected)
+
+
+def flips(content: bytes, stride: int = 1) -> Iterator[bytes]:
+    """A content with one bit wrong, at every `stride`-th byte."""
+    for at in range(0, len(content), stride):
+        yield content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :]
+
+
+def test_every_byte_of_a_png() -> None:
+    """A smooth image: few bytes, each of which says much."""
+    pixels = np.add.outer(np.arange(32), np.arange(32)).astype(np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).convert("RGB").save(buffer, "PNG")
+    expected = decode_images([buffer.getvalue()], ["a.png"], None)
+    for turn in range(8):
+        for damaged in flips(bytes(turn) + buffer.getvalue()):
+            try:
+                got = decode_images([damaged[turn:]], ["a.png"], None)
+            except DataError:
+                continue
+            assert torch.equal(got, expected)
+
+
+def test_every_byte_of_labels(tmp_path: Path) -> None:
+    path = tmp_path / "train-0.parquet"
+    buffer = io.BytesIO()
+    Image.new("RGB", (1, 1)).save(buffer, "PNG")
+    images = [{"bytes": buffer.getvalue(), "path": None}] * 40
+    table = pa.table({"img": images, "label": list(range(4)) * 10})
+    options = {"write_page_checksum": True, "use_dictionary": ["img"], "compression": "none"}
+    pq.write_table(table, path, **options)
+    expected = read_parquet([path], 10, None)
+    for damaged in flips(path.read_bytes(), 2):
+        path.write_bytes(damaged)
+        try:
+            got = read_parquet([path], 10, None)
+        except DataError:
+            continue
+        assert torch.equal(got.labels, expected.labels)
 
 
 def write_parquet(path: Path, checksums: bool) -> None:
@@ -134,6 +174,18 @@ def test_token_file(suffix: str, damage: Damage, tmp_path: Path) -> None:
     file.write_bytes(damage(file.read_bytes()))
     got = tokens()
     assert np.array_equal(got.tokens_N, ids) and got.text_bytes == 612
+
+
+def test_every_byte_of_a_token_header(tmp_path: Path) -> None:
+    ids = np.arange(500, dtype=np.uint16)
+    path, dtype = tmp_path / "tokens.bin", np.dtype(np.uint16)
+    for turn in range(-1, 300):
+        header = path.with_suffix(".json")
+        if turn >= 0 and turn < len(content := header.read_bytes()):
+            header.write_bytes(list(flips(content))[turn])
+        pieces = iter([(ids, 612)])
+        got = open_or_build(path, "text", "bytes", dtype, pieces, name="a text")
+        assert np.array_equal(got.tokens_N, ids) and got.text_bytes == 612
 
 
 @few(25)

@@ -96,7 +96,7 @@ def layout(blocks: dict[str, MoEBlock]) -> dict[str, dict[str, list[Any]]]:
         for split, title in (("", "Routing in training"), ("val_", "Routing in validation")):
             charts[title] = {
                 title_of: chart
-                for key in dict.fromkeys([*HEADLINES, "share_k0", *own])
+                for key in dict.fromkeys([*HEADLINES, "router_entropy_marginal", *own])
                 if split == "" or not key.startswith(("default_", "bias_", "vector_"))
                 for title_of, chart in _charts(split, key, list(blocks))
             }

@@ -174,7 +174,8 @@ def similarity_figure(layer: str, similarity_RR: Tensor, active_E: Tensor) -> Fi
         for (row, column), value in np.ndenumerate(cosine):
             ink = "white" if abs(value) > 0.7 * top else "black"
             if row != column:
-                axes.text(column, row, f"{value:.2f}", ha="center", va="center", size=6, color=ink)
+                text = f"{value:.2f}".replace("-0.00", "0.00")
+                axes.text(column, row, text, ha="center", va="center", size=6, color=ink)
     axes.set(xlabel=what, ylabel=what)
     axes.set_title(f"{layer}: similarity of routing vectors", loc="left")
     return figure

@@ -47,7 +47,7 @@ class RoutingPictures(L.Callback):
     """
 
     def __init__(
-        self, enabled: bool = True, time_share: float = 0.02, samples: int = 8, layers: int = 8
+        self, enabled: bool = True, time_share: float = 0.01, samples: int = 8, layers: int = 8
     ) -> None:
         if not 0.0 < time_share <= 1.0:
             raise ValueError(f"pictures time_share must lie in (0, 1], got {time_share}")

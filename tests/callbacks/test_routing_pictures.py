@@ -215,12 +215,11 @@ def test_when_pictures_are_drawn(tmp_path, monkeypatch):
 
 def test_pictures_of_a_run_and_of_its_second_half(tmp_path):
     """Files and fixed samples; a resumed run goes on with the history as it was."""
-    whole, _ = drawn(tmp_path / "whole", time_share=1.0, samples=5)
+    whole, _ = drawn(tmp_path / "whole", samples=5, layers=1)
     folder = tmp_path / "whole" / "log" / "pictures"
     names = {path.name for path in folder.iterdir()}
     assert names == {
-        *(f"{kind}_blocks.{i}.png" for kind in ("load", "similarity") for i in (0, 1)),
-        "experts_per_token.png", "patches.png",
+        "load_blocks.1.png", "similarity_blocks.1.png", "experts_per_token.png", "patches.png",
     }  # fmt: skip
     assert all(imread(path).std() > 0.02 for path in folder.iterdir())
     samples, _ = whole._samples()
@@ -231,18 +230,19 @@ def test_pictures_of_a_run_and_of_its_second_half(tmp_path):
     expected = torch.cat([data.pixels(b)[r] for b, r in zip(batches, rows, strict=True)])
     assert np.array_equal(samples.pixels, expected.movedim(1, -1).numpy())
     path = tmp_path / "whole" / "log" / "checkpoints" / "step=5.ckpt"
-    resumed, _ = drawn(tmp_path / "resumed", samples=5, fit={"ckpt_path": path})
+    resumed, _ = drawn(tmp_path / "resumed", samples=5, layers=1, fit={"ckpt_path": path})
     for layer, history in whole.monitor.history.items():
         assert history.steps == [2, 4, 6, 8, 10, 12]
         assert same(resumed.monitor.history[layer].state_dict(), history.state_dict())
 
 
-def test_a_hundred_layers_are_eight_pictures(tmp_path):
+def test_of_a_hundred_layers_a_few_are_drawn(tmp_path):
+    assert RoutingPictures().layers == 8
     blocks = [toy_block(partial(TopK, k=1)) for _ in range(100)]
-    fit(tmp_path, Toy(*blocks), [tokens("0011")], RoutingMonitor(1), RoutingPictures())
+    fit(tmp_path, Toy(*blocks), [tokens("0011")], RoutingMonitor(1), RoutingPictures(layers=3))
     names = sorted(path.name for path in (tmp_path / "log" / "pictures").glob("load_*"))
     layers = sorted(int(re.search(r"\d+", name)[0]) for name in names)
-    assert len(layers) == 8 and layers[0] == 0 and layers[-1] == 99
+    assert layers == [0, 50, 99]
 
 
 def test_settings_are_checked(tmp_path):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import lightning as L
+import torch.distributed as dist
 from jsonargparse import Namespace
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -31,7 +32,7 @@ from . import models, moe, tasks
 from .checkpoints import read_checkpoint
 from .config_errors import check_settings, explain, refusal, reword, root_cause
 from .config_files import expand, with_run_config
-from .errors import ConfigError
+from .errors import ConfigError, DivergedError
 from .run_folder import (
     RunConfig,
     check_same_model,
@@ -123,6 +124,7 @@ class App(LightningCLI):
         )
         parser.add_lightning_class_args(callbacks.RoutingMonitor, "monitor")
         parser.add_lightning_class_args(callbacks.RoutingPictures, "pictures")
+        parser.add_lightning_class_args(callbacks.NumericalGuards, "guards")
 
     def _parse_ckpt_path(self) -> None:
         # Lightning would look for hyperparameters in the checkpoint here; ours holds the config.
@@ -257,7 +259,8 @@ DESCRIPTION = (
 def main(argv: Sequence[str]) -> int:
     """Runs one command line; returns the exit status.
 
-    0; 2 for what the user can mend, told in one line; 128 + n after signal n, as shells say it.
+    0; 2 for what the user can mend, told in one line; 1 where training diverged or another process
+    of the run ended; 128 + n after signal n, as shells say it.
     """
     quiet_libraries()
     argv = list(argv)
@@ -276,7 +279,18 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         _say_how_to_go_on(argv, "interrupted", "")
         return 128 + signal.SIGINT
+    except DivergedError as error:
+        if rank_zero_only.rank == 0:  # all processes stop with the same words
+            print(f"error: {error}", file=sys.stderr)
+        return 1
     except Exception as error:
+        if _lost_process(error):
+            print(
+                f"error: process {rank_zero_only.rank} lost another process of this run, which has "
+                f"ended; the cause is in that one's messages ({str(error).splitlines()[0]})",
+                file=sys.stderr,
+            )
+            return 1
         refused, line = disk_error(error), refusal(error)
         if refused is not None:
             where = refused.filename or "a file of the run"
@@ -310,6 +324,20 @@ def _without_checkpoint(argv: Sequence[str]) -> list[str]:
         elif not argument.startswith("--ckpt_path="):
             kept.append(argument)
     return kept
+
+
+def _lost_process(error: Exception) -> bool:
+    """Whether a collective failed because another process is gone."""
+    text = str(error)
+    broken = (
+        "closed by peer",
+        "reset by peer",
+        "Broken pipe",
+        "Timed out",
+        "remote process exited",
+    )
+    known = isinstance(error, dist.DistError) or "gloo" in text or "NCCL" in text
+    return known and any(each in text for each in broken)
 
 
 def quiet_libraries() -> None:

@@ -33,8 +33,10 @@ def expand(argv: Sequence[str]) -> list[str]:
             raise ConfigError(f"{path}: this config is empty; start from one in configs/")
         files = _with_bases(Path(path), ())
         expanded += [part for file in files for part in ("--config", str(file))]
-        names += [Path(path).stem]
-        if _read(Path(path)).get("name"):
+        content = _read(Path(path))
+        if set(content) != {"trainer"}:  # that says how to run, not what
+            names += [Path(path).stem]
+        if content.get("name"):
             names = []
     if names:  # in front, so that everything else wins over it
         at = expanded.index("--config")

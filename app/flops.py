@@ -10,6 +10,7 @@ softmax, the choice of experts and the weighted sum of their outputs.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -30,13 +31,16 @@ def dense_flops(network: nn.Module, inputs: Tensor) -> int:
     numbers and leaves the network as it is.
     """
     tensors = [*network.named_parameters(), *network.named_buffers()]
-    shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors}
+    shapes = {  # of sharded parameters the whole
+        name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors
+    }
     one = torch.empty((1, *inputs.shape[1:]), dtype=inputs.dtype, device="meta")
     # The counter does not know every fused attention kernel; plain products it does.
     attention = sdpa_kernel(SDPBackend.MATH)
     counter = FlopCounterMode(display=False)
     eager = torch.compiler.set_stance("force_eager")  # shapes alone are nothing to compile for
-    with torch.no_grad(), _without_experts(network), attention, eager, counter:
+    bare = _without_hooks(network)
+    with torch.no_grad(), _without_experts(network), bare, attention, eager, counter:
         functional_call(network, shapes, (one,))
     return counter.get_total_flops()
 
@@ -52,6 +56,21 @@ def _without_experts(network: nn.Module) -> Iterator[None]:
     finally:
         for block in blocks:
             del block.forward
+
+
+@contextmanager
+def _without_hooks(network: nn.Module) -> Iterator[None]:
+    """Silences all hooks, those included with which FSDP2 gathers the weights."""
+    kinds = ("_forward_pre_hooks", "_forward_hooks")
+    modules = [(module, kind) for module in network.modules() for kind in kinds]
+    hooks = [getattr(module, kind) for module, kind in modules]
+    for module, kind in modules:
+        setattr(module, kind, OrderedDict())
+    try:
+        yield
+    finally:
+        for (module, kind), saved in zip(modules, hooks, strict=True):
+            setattr(module, kind, saved)
 
 
 class FlopMeter:
@@ -77,10 +96,9 @@ class FlopMeter:
         self._hook = network.register_forward_pre_hook(self._see)
 
     def _see(self, network: nn.Module, args: tuple[Any, ...]) -> None:
-        if not args[0].is_meta:  # not our own pass
-            self._inputs = torch.empty_like(args[0], device="meta")
-            self.device = args[0].device
-            self.unit = "image" if args[0].is_floating_point() else "token"
+        self._inputs = torch.empty_like(args[0], device="meta")
+        self.device = args[0].device
+        self.unit = "image" if args[0].is_floating_point() else "token"
 
     def remove(self) -> None:
         """Stops watching."""

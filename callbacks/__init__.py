@@ -7,6 +7,7 @@ from .compile_blocks import CompileBlocks
 from .dashboard import Dashboard
 from .default_vectors import DefaultVectors
 from .event_files import EventFiles
+from .guards import NumericalGuards
 from .progress import ProgressBar
 from .random_state import RandomState
 from .routing_monitor import RoutingMonitor
@@ -23,6 +24,7 @@ __all__ = [
     "EventFiles",
     "LossFreeBalance",
     "MetricsTable",
+    "NumericalGuards",
     "PredictionTable",
     "ProgressBar",
     "RandomState",

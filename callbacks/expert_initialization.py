@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from app.moe import MoEBlock
+from app.moe.sharded import full
 from app.moe.slots import read_expert
 
 Weights = dict[str, Tensor]
@@ -108,7 +109,7 @@ def on_cpu(weights: Weights) -> Weights:
 def _mean(block: MoEBlock, slots: list[int], weights: list[float]) -> Weights:
     share = torch.tensor(weights, dtype=torch.float64) / sum(weights)
     return {
-        name: torch.einsum("e...,e->...", p.detach()[slots].double(), share.to(p.device)).to(p)
+        name: torch.einsum("e...,e->...", full(p)[slots].double(), share.to(p.device)).to(p.dtype)
         for name, p in block.experts.named_parameters()
     }
 

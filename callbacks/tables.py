@@ -79,7 +79,7 @@ FROM_MONITOR = ("/active_experts", "/experts_per_token", "/gflops_per_image", "/
 def _parameters_in_use(module: nn.Module) -> int:
     unused = 0
     for block in moe_blocks(module).values():
-        per_slot = sum(parameter[0].numel() for parameter in block.experts.parameters())
+        per_slot = sum(parameter.shape[1:].numel() for parameter in block.experts.parameters())
         unused += (block.slots - int(block.active_E.sum())) * per_slot
     return sum(parameter.numel() for parameter in module.parameters()) - unused
 

@@ -104,7 +104,7 @@ class Experts(nn.Module):
 
     def flops_per_pair(self) -> int:
         """Multiply-adds of one expert on one token, counted as 2 FLOPs each (forward)."""
-        return 2 * sum(p[0].numel() for p in self.parameters() if p.ndim == 3)
+        return 2 * sum(p.shape[1:].numel() for p in self.parameters() if p.ndim == 3)
 
 
 class GeluExperts(Experts):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .block import MoEBlock
+from .sharded import full, write_slot
 
 # State that estimates a squared gradient, of Adam, NAdam, RMSprop, AMSGrad and their kin: zero
 # there would make the next step far too long, so a new slot starts from the other experts' mean.
@@ -28,14 +29,14 @@ def slot_parameters(block: MoEBlock) -> dict[str, nn.Parameter]:
 
 def read_expert(block: MoEBlock, slot: int) -> dict[str, Tensor]:
     """A copy of one expert's weights, by parameter name."""
-    return {name: p.detach()[slot].clone() for name, p in block.experts.named_parameters()}
+    return {name: full(p)[slot].clone() for name, p in block.experts.named_parameters()}
 
 
 @torch.no_grad()
 def write_expert(block: MoEBlock, slot: int, weights: dict[str, Tensor]) -> None:
     """Writes one expert's weights into a slot."""
     for name, parameter in block.experts.named_parameters():
-        parameter[slot] = weights[name].to(parameter)
+        write_slot(parameter, slot, weights[name])
 
 
 @torch.no_grad()
@@ -82,7 +83,7 @@ def forget_slot(optimizer: Optimizer, block: MoEBlock, slot: int) -> None:
     for parameter in slot_parameters(block).values():
         for name, state in _row_states(optimizer, parameter):
             second = name in SECOND_MOMENTS and others
-            state[slot] = state[others].mean(0) if second else 0.0
+            write_slot(state, slot, full(state)[others].mean(0) if second else 0.0)
 
 
 @torch.no_grad()
@@ -99,14 +100,16 @@ def bound_first_step(optimizer: Optimizer, block: MoEBlock, slot: int) -> bool:
     for owner, parameter in slot_parameters(block).items():
         if parameter.grad is None:
             continue
-        gradient = parameter.grad[slot]
+        gradient = full(parameter.grad)[slot]
         if not gradient.isfinite().all():
             return False  # of a step that a loss scaler will skip
         seen = seen or (owner.startswith("experts.") and bool(gradient.any()))
-        gradient = gradient + _coupled_decay(optimizer, parameter) * parameter[slot]
+        decay = _coupled_decay(optimizer, parameter)
+        if decay:
+            gradient = gradient + decay * full(parameter)[slot]
         for name, state in _row_states(optimizer, parameter):
             if name in SECOND_MOMENTS:
-                state[slot] = state[slot].maximum(gradient.square())
+                write_slot(state, slot, full(state)[slot].maximum(gradient.square()))
     return seen
 
 

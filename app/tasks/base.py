@@ -17,6 +17,7 @@ from ..errors import ConfigError
 from ..moe import LOSSES, MoEBlock, Router, moe_blocks
 from ..moe.losses import load_balance
 from ..samples import ImageSamples, TextSamples
+from ..sharding import shard
 
 NO_END = "model.schedule needs an end: set trainer.max_epochs or trainer.max_steps"
 
@@ -75,6 +76,11 @@ class MoETask(L.LightningModule):
                     router = type(block.router).__name__
                     raise ValueError(f"losses: {error}; {name} has a {router} router") from None
         block.router.train(training)
+
+    def configure_model(self) -> None:
+        """Shards the network where the strategy asks for it (app.sharding.FSDP2)."""
+        if self.device_mesh is not None:
+            shard(self.network, self.device_mesh)
 
     def on_train_start(self) -> None:
         """Has the configured optimizer settings win over those of a checkpoint."""

@@ -234,7 +234,7 @@ def read_texts(folder: Path) -> dict[str, list[tuple[int, str]]]:
     }
 
 
-# ---------------------------------------------------------------------- two processes
+# ---------------------------------------------------------------------- several processes
 
 DDP = {"strategy": "ddp", "devices": 2}
 
@@ -242,7 +242,18 @@ DDP = {"strategy": "ddp", "devices": 2}
 def on_two_processes(
     function: Callable[..., Any], folder: Path, *arguments: Any, seconds: float = 90.0
 ) -> list[Any]:
-    """Calls `function(folder, *arguments)` on two processes that can talk by gloo.
+    """Calls `function(folder, *arguments)` on two processes: see `on_processes`."""
+    return on_processes(2, function, folder, *arguments, seconds=seconds)
+
+
+def on_processes(
+    world: int,
+    function: Callable[..., Any],
+    folder: Path,
+    *arguments: Any,
+    seconds: float = 90.0,
+) -> list[Any]:
+    """Calls `function(folder, *arguments)` on processes that can talk by gloo.
 
     Returns:
         What each returned. Fails the test if one raises, or if they take longer than `seconds`.
@@ -255,7 +266,7 @@ def on_two_processes(
     folder.mkdir(parents=True, exist_ok=True)
     ranks = [
         context.Process(target=_one_process, args=(rank, port, function, folder, arguments))
-        for rank in range(2)
+        for rank in range(world)
     ]
     for process in ranks:
         process.start()
@@ -264,18 +275,20 @@ def on_two_processes(
         while any(process.is_alive() for process in ranks) and time.monotonic() < until:
             time.sleep(0.02)
             if any(process.exitcode for process in ranks):
-                break  # the other one would wait for it for ever
+                break  # the others would wait for it for ever
         hung = any(process.is_alive() for process in ranks)
         errors = [path.read_text() for path in sorted(folder.glob("error*.txt"))]
         if errors:
             pytest.fail("\n".join(errors))
         if hung or any(process.exitcode for process in ranks):
-            pytest.fail(f"two processes did not end within {seconds:g} s: they wait for each other")
+            pytest.fail(
+                f"{world} processes did not end within {seconds:g} s: they wait for each other"
+            )
     finally:
         for process in ranks:
             process.kill()
             process.join()
-    return [torch.load(folder / f"result{rank}.pt", weights_only=False) for rank in range(2)]
+    return [torch.load(folder / f"result{rank}.pt", weights_only=False) for rank in range(world)]
 
 
 def _one_process(rank: int, port: int, function: Any, folder: Path, arguments: tuple) -> None:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..routing import Routing
+from ..sharded import write_slot
 
 
 class Router(nn.Module):
@@ -43,8 +44,7 @@ class Router(nn.Module):
 
     def aim(self, slot: int, direction_D: Tensor) -> None:
         """Points a slot's routing vector in a direction (a new expert of DynMoE)."""
-        with torch.no_grad():
-            self.weight[slot] = direction_D.to(self.weight)
+        write_slot(self.weight, slot, direction_D)
 
     def flops_per_token(self) -> int:
         """FLOPs of one token's routing (a multiply-add counts 2)."""

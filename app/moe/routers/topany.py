@@ -13,6 +13,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ..routing import Routing
+from ..sharded import write_slot
 from .base import Router, renormalize
 
 
@@ -135,8 +136,7 @@ class TopAny(Router):
     def aim(self, slot: int, direction_D: Tensor) -> None:
         """A new expert: w = direction, G = 0 (arXiv 2405.14297, section 3.2)."""
         super().aim(slot, direction_D)
-        with torch.no_grad():
-            self.threshold[slot] = 0.0
+        write_slot(self.threshold, slot, 0.0)
 
     def flops_per_token(self) -> int:
         deep = 0 if self.mlp is None else 4 * self.mlp[0].weight.numel()

@@ -118,7 +118,7 @@ class NumericalGuards(L.Callback):
     def _see_batch(self, network: nn.Module, inputs: tuple[Any, ...]) -> None:
         if network.training:
             self._sums = {}
-            self._see("the batch", inputs[0])
+            self._see("the batch", inputs[0] if inputs else None)
 
     def _see_output(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if module.training:

@@ -30,8 +30,8 @@ class Watch(L.Callback):
 
 
 def watched_run(folder: Path, start: int, end: int) -> tuple[Watch, AdaptiveExperts]:
-    """A window of 4 steps at a time shows tokens of one kind only: in each, one expert goes that
-    the tokens before needed and one comes for those of now."""
+    """Windows of 4 steps show tokens of one kind each: two of three times an expert comes for them
+    and one that the tokens before needed goes."""
     torch.manual_seed(0)
     adaptive, watch = AdaptiveExperts("last_removed", window_steps=(0, 4, 4)), Watch(start, end)
     task = Toy(toy_block(num_experts=2, slots=5), optimizer=partial(torch.optim.AdamW, lr=1e-5))
@@ -49,6 +49,6 @@ def test_flat(tmp_path):
     watch, adaptive = watched_run(tmp_path, 80, 320)
     before, after = watch.seen.values()
     for kind in ("birth", "death"):
-        assert sum(event["event"] == kind for event in adaptive.events) > 70
+        assert sum(event["event"] == kind for event in adaptive.events) > 40
     assert after[1:] == before[1:], "tensors and open files"
     assert after[0] - before[0] < 8.0

@@ -280,8 +280,9 @@ def main(argv: Sequence[str]) -> int:
         _say_how_to_go_on(argv, "interrupted", "")
         return 128 + signal.SIGINT
     except DivergedError as error:
-        if rank_zero_only.rank == 0:  # all processes stop with the same words
-            print(f"error: {error}", file=sys.stderr)
+        if rank_zero_only.rank:  # all processes stop with the same words; see above
+            return 0
+        print(f"error: {error}", file=sys.stderr)
         return 1
     except Exception as error:
         if _lost_process(error):

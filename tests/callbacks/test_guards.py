@@ -25,7 +25,7 @@ def toy(**options) -> Toy:
 
 
 def saving(folder) -> Checkpoint:
-    return Checkpoint(folder, save_top_k=0, save_last=True, every_n_train_steps=1)
+    return Checkpoint(dirpath=folder, save_top_k=0, save_last=True, every_n_train_steps=1)
 
 
 def ruin(tensor: torch.Tensor, value: float = math.nan) -> None:

@@ -38,7 +38,7 @@ def watched_run(folder: Path, start: int, end: int) -> tuple[Watch, AdaptiveExpe
     batches = [tokens(text) for text in ("00000000", "11111111", "33333333") for _ in range(4)]
     trainer = make_trainer(
         folder, adaptive, RoutingMonitor(4), NumericalGuards(), watch,
-        Checkpoint(folder, save_top_k=0, save_last=True, every_n_train_steps=40),
+        Checkpoint(dirpath=folder, save_top_k=0, save_last=True, every_n_train_steps=40),
         max_epochs=-1, max_steps=end,
     )  # fmt: skip
     trainer.fit(task, torch.utils.data.DataLoader(Endless(batches), batch_size=None))

@@ -76,7 +76,7 @@ def run(folder: Path, method: str, options: dict[str, Any], ckpt_path: Any = Non
     recorder = Recorder()
     trainer = make_trainer(
         folder, recorder, *callbacks, NumericalGuards(), RoutingMonitor(3), MetricsTable(),
-        Checkpoint(None, "{step}", save_top_k=-1, every_n_train_steps=5),
+        Checkpoint(filename="{step}", save_top_k=-1, every_n_train_steps=5),
         plugins=[DoublePrecision()], max_epochs=2, limit_train_batches=9, **options,
     )  # fmt: skip
     data = digits(batch_size=32, eval_batch_size=20, val_fraction=0.03)

@@ -70,6 +70,8 @@ class FSDP2(ModelParallelStrategy):
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         states = checkpoint.get("optimizer_states", [])
         for optimizer, state in zip(self.optimizers, states, strict=False):
+            if not state["state"]:  # plain SGD, or before the first step
+                continue
             order = [names[each] for group in optimizer.param_groups for each in group["params"]]
             state = _renamed(state, dict(enumerate(order)))
             set_optimizer_state_dict(self.model, optimizer, state, options=options)

@@ -33,12 +33,17 @@ def ruin(tensor: torch.Tensor, value: float = math.nan) -> None:
         tensor[0] = value
 
 
+def ruin_in_forward(block: torch.nn.Module) -> None:
+    """Not before: a checkpoint of the step before may still be to be written, with good weights."""
+    block.register_forward_pre_hook(lambda module, _: ruin(module.experts.up))
+
+
 def nan_gradient(parameter: torch.Tensor) -> None:
     parameter.register_hook(lambda gradient: gradient * math.nan)
 
 
 FAULTS = {
-    "the output of blocks.1": lambda task: ruin(task.network.blocks[1].experts.up),
+    "the output of blocks.1": lambda task: ruin_in_forward(task.network.blocks[1]),
     "the loss": lambda task: setattr(task, "loss_scale", math.inf),
     "the gradient of blocks.0.router.weight": (
         lambda task: nan_gradient(task.network.blocks[0].router.weight)

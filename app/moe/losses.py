@@ -12,7 +12,11 @@ from .routers import SoftmaxRouting, TernaryRouting, TopAnyRouting
 from .routing import Routing
 
 
-def load_balance(routing: Routing, load_E: Tensor | None = None) -> Tensor:
+def load_balance(
+    routing: Routing,
+    load_E: Tensor | None = None,
+    over_processes: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
     """Load-balance loss, 1 at a uniform split (GShard, arXiv 2006.16668; Switch, 2101.03961).
 
     E * sum_e f_e P_e over the E active experts, with f the share of all selections that went to
@@ -23,13 +27,21 @@ def load_balance(routing: Routing, load_E: Tensor | None = None) -> Tensor:
     Args:
         load_E: selections of each expert, where they should be counted over more than this batch
             (the global form of GRIN, arXiv 2409.12136): all ranks, all micro-batches of a step.
+        over_processes: mean of a tensor over processes, where P should be that of the tokens of
+            all of them: their losses, and gradients, then average to those of one process.
     """
     load_E = (routing.load_E() if load_E is None else load_E) * routing.active_E
     importance_E = routing.importance_E()
     share_E = load_E / load_E.sum().clamp_min(1.0)
     tiny = torch.finfo(importance_E.dtype).tiny
-    importance_E = importance_E / importance_E.sum().clamp_min(tiny)
-    return routing.active_E.sum() * (share_E * importance_E).sum()
+    part, total = (share_E * importance_E).sum(), importance_E.sum().clamp_min(tiny)
+    if over_processes is None:
+        ratio = part / total
+    else:
+        # part / total to first order around their means, as a mean of ratios is no ratio of means.
+        mean_part, mean_total = over_processes(torch.stack([part, total]).detach())
+        ratio = (part - mean_part / mean_total * (total - mean_total)) / mean_total
+    return routing.active_E.sum() * ratio
 
 
 def z_loss(routing: Routing) -> Tensor:

@@ -110,9 +110,11 @@ class MoETask(L.LightningModule):
     def auxiliary_loss(self, batch_idx: int) -> Tensor:
         """Weighted sum of the auxiliary losses of the last forward pass; logs each."""
         total = torch.zeros((), device=self.device)
+        shared = dist.is_available() and dist.is_initialized() and self.balance_over != "batch"
+        mean = _mean_over_processes if shared else None
         for loss, weight in self.losses.items():
             values = [
-                load_balance(block.routing, self._balance_load(name, block, batch_idx))
+                load_balance(block.routing, self._balance_load(name, block, batch_idx), mean)
                 if loss == "load_balance"
                 else LOSSES[loss](block.routing)
                 for name, block in self.blocks.items()
@@ -207,6 +209,11 @@ class MoETask(L.LightningModule):
         if total == math.inf:
             raise ConfigError(NO_END)
         return int(total)
+
+
+def _mean_over_processes(tensor: Tensor) -> Tensor:
+    dist.all_reduce(tensor)
+    return tensor / dist.get_world_size()
 
 
 def parameter_groups(network: nn.Module) -> list[dict[str, Any]]:

@@ -21,8 +21,6 @@ from ..sharding import shard
 
 NO_END = "model.schedule needs an end: set trainer.max_epochs or trainer.max_steps"
 
-NO_END = "model.schedule needs an end: set trainer.max_epochs or trainer.max_steps"
-
 
 class MoETask(L.LightningModule):
     """Optimizer, schedule and auxiliary losses of a network with MoE blocks.

@@ -33,15 +33,20 @@ def load_balance(
     load_E = (routing.load_E() if load_E is None else load_E) * routing.active_E
     importance_E = routing.importance_E()
     share_E = load_E / load_E.sum().clamp_min(1.0)
-    tiny = torch.finfo(importance_E.dtype).tiny
-    part, total = (share_E * importance_E).sum(), importance_E.sum().clamp_min(tiny)
+    part, total = (share_E * importance_E).sum(), _or_one(importance_E.sum())
     if over_processes is None:
         ratio = part / total
     else:
         # part / total to first order around their means, as a mean of ratios is no ratio of means.
         mean_part, mean_total = over_processes(torch.stack([part, total]).detach())
+        mean_total = _or_one(mean_total)
         ratio = (part - mean_part / mean_total * (total - mean_total)) / mean_total
     return routing.active_E.sum() * ratio
+
+
+def _or_one(total: Tensor) -> Tensor:
+    """A divisor: 1, and no gradient, where nothing was selected."""
+    return torch.where(total > 0, total, 1.0)
 
 
 def z_loss(routing: Routing) -> Tensor:

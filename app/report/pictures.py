@@ -124,7 +124,8 @@ def _published(ax: Axes, section: Section) -> list[Line2D]:
 def _legend(group: Group) -> str:
     count = len(group.runs)
     parts = [f"{count} seeds"] * (count > 1)
-    parts += [f"{len(group.unfinished)} unfinished"] * bool(group.unfinished)
+    left = f"{len(group.unfinished)} " * (count > 1)
+    parts += [f"{left}unfinished"] * bool(group.unfinished)
     return f"{group.label} ({', '.join(parts)})" if parts else group.label
 
 

@@ -29,7 +29,7 @@ from callbacks.common import write_csv
 from data.errors import DataError
 from data.images import decode_images, read_parquet
 from data.text import TextData
-from data.token_file import open_or_build
+from data.token_file import TokenFile, open_or_build
 from data.vision import _read_cifar_batch
 
 from .damage import Damage, damages
@@ -72,9 +72,10 @@ def test_png(damage: Damage) -> None:
 
 
 def flips(content: bytes, stride: int = 1) -> Iterator[bytes]:
-    """A content with one bit wrong, at every `stride`-th byte."""
+    """A content with one bit wrong, at every `stride`-th byte; which bit changes by place."""
     for at in range(0, len(content), stride):
-        yield content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :]
+        bit = (5 * at + at // 8) % 8  # another one at the same byte of neighbouring numbers
+        yield content[:at] + bytes([content[at] ^ 1 << bit]) + content[at + 1 :]
 
 
 def test_every_byte_of_a_png() -> None:
@@ -179,13 +180,18 @@ def test_token_file(suffix: str, damage: Damage, tmp_path: Path) -> None:
 def test_every_byte_of_a_token_header(tmp_path: Path) -> None:
     ids = np.arange(500, dtype=np.uint16)
     path, dtype = tmp_path / "tokens.bin", np.dtype(np.uint16)
-    for turn in range(-1, 300):
-        header = path.with_suffix(".json")
-        if turn >= 0 and turn < len(content := header.read_bytes()):
-            header.write_bytes(list(flips(content))[turn])
-        pieces = iter([(ids, 612)])
-        got = open_or_build(path, "text", "bytes", dtype, pieces, name="a text")
-        assert np.array_equal(got.tokens_N, ids) and got.text_bytes == 612
+    header = path.with_suffix(".json")
+
+    def opened() -> TokenFile:
+        return open_or_build(path, "text", "bytes", dtype, iter([(ids, 612)]), name="a text")
+
+    opened()
+    whole = header.read_bytes()
+    for turn in range(8):
+        for damaged in flips(bytes(turn) + whole):
+            header.write_bytes(damaged[turn:])
+            got = opened()
+            assert np.array_equal(got.tokens_N, ids) and got.text_bytes == 612
 
 
 @few(25)
@@ -260,13 +266,13 @@ def test_event_file(damage: Damage, tmp_path: Path) -> None:
 @few(80)
 @given(damage=damages)
 def test_run_with_a_damaged_table(damage: Damage, tmp_path: Path) -> None:
-    """Rows that are no rows are told, and the events are used where they hold more."""
+    """A table without checksums: whatever is left of it has the form of rows."""
     folder = Path(tempfile.mkdtemp(dir=tmp_path))
     write_run(folder)
     path = folder / "metrics.csv"
     path.write_bytes(damage(path.read_bytes()))
     run, problems = read_run(folder)
-    assert len(run.rows) >= len(SCORES) or problems
+    assert all(isinstance(row.step, int) for row in run.rows)
     assert all("\n" not in problem for problem in problems)
 
 

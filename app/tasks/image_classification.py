@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor, nn
+from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 from torchvision.transforms import v2
 
@@ -75,6 +76,9 @@ class ImageClassification(MoETask):
             }
         )
 
+        # Lightning's own mean over processes cuts the mean number of samples to an integer.
+        self.eval_loss = nn.ModuleDict({"val_loss": MeanMetric(), "test_loss": MeanMetric()})
+
     def setup(self, stage: str) -> None:
         """Checks that network and data agree on the classes."""
         data = getattr(self.trainer, "datamodule", None)
@@ -134,13 +138,14 @@ class ImageClassification(MoETask):
     def _evaluate(self, split: str, batch: tuple[Tensor, Tensor]) -> None:
         images, labels = batch
         logits = self(images)
-        loss = F.cross_entropy(logits, labels)
-        self.log(f"{split}/loss", loss, batch_size=len(labels), sync_dist=True)
+        mean_loss = self.eval_loss[f"{split}_loss"]
+        mean_loss.update(F.cross_entropy(logits, labels), len(labels))
+        self.log(f"{split}/loss", mean_loss)
         for name in ("accuracy", "accuracy_top5"):
             metric = self.accuracy[f"{split}_{name}"]
             metric.update(logits, labels)
             bar = split == "val" and name == "accuracy"
-            self.log(f"{split}/{name}", metric, prog_bar=bar, batch_size=len(labels))
+            self.log(f"{split}/{name}", metric, prog_bar=bar)
 
     def samples(self, batch: tuple[Tensor, Tensor], count: int) -> ImageSamples | None:
         """Images, and how the network cuts them into tokens; None if that is not known."""

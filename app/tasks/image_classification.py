@@ -140,12 +140,12 @@ class ImageClassification(MoETask):
         logits = self(images)
         mean_loss = self.eval_loss[f"{split}_loss"]
         mean_loss.update(F.cross_entropy(logits, labels), len(labels))
-        self.log(f"{split}/loss", mean_loss)
+        self.log(f"{split}/loss", mean_loss, batch_size=len(labels))
         for name in ("accuracy", "accuracy_top5"):
             metric = self.accuracy[f"{split}_{name}"]
             metric.update(logits, labels)
             bar = split == "val" and name == "accuracy"
-            self.log(f"{split}/{name}", metric, prog_bar=bar)
+            self.log(f"{split}/{name}", metric, prog_bar=bar, batch_size=len(labels))
 
     def samples(self, batch: tuple[Tensor, Tensor], count: int) -> ImageSamples | None:
         """Images, and how the network cuts them into tokens; None if that is not known."""

@@ -186,7 +186,10 @@ def check_method(config: dict, expected: tuple | None, name: str) -> None:
 
 
 def test_every_recipe_and_method_is_used() -> None:
-    used = {base.resolve() for path in FILES for base in bases(path)}
+    suites = sorted((ROOT / "suites").glob("*.yaml"))
+    entries = [entry for path in suites for entry in yaml.safe_load(path.read_text())["entries"]]
+    files = [ROOT / "suites" / file for entry in entries for file in entry["configs"]]
+    used = {base.resolve() for path in [*FILES, *files] for base in bases(path)}
     parts = {p for folder in ("recipes", "methods") for p in (ROOT / folder).glob("*.yaml")}
     assert parts - used == set()
     assert {path.stem for path in (ROOT / "methods").glob("*.yaml")} == set(METHODS)

@@ -7,9 +7,10 @@ import logging
 import shlex
 import signal
 import sys
+import threading
 import warnings
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -162,7 +163,10 @@ class App(LightningCLI):
             self._check_checkpoint(Path(self.config[subcommand].ckpt_path), subcommand == "fit")
             self.checkpoint = None  # Lightning reads it again, where the strategy wants it
         try:
-            with discarding_unstarted(self.trainer) if self.new_folder else nullcontext():
+            with (
+                _signal_handlers_kept(),
+                discarding_unstarted(self.trainer) if self.new_folder else nullcontext(),
+            ):
                 super()._run_subcommand(subcommand)
         except SystemExit as error:  # Lightning's answer to the second Ctrl-C
             if isinstance(error.__context__, KeyboardInterrupt):
@@ -235,6 +239,18 @@ class App(LightningCLI):
         if config.trainer.enable_progress_bar is not False:
             extra += [callbacks.ProgressBar()]
         return _with_callbacks(trainer, extra)
+
+
+@contextmanager
+def _signal_handlers_kept() -> Iterator[None]:
+    """Puts the handlers of stop signals back, also after what Lightning doesn't tidy up after."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def _with_callbacks(trainer: L.Trainer, extra: list[L.Callback]) -> L.Trainer:

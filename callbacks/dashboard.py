@@ -22,6 +22,9 @@ CHARTED_LAYERS = 8
 class Dashboard(L.Callback):
     """Writes the resolved config as text, the layout of the custom scalars and the hparams.
 
+    A run that goes on in its folder has config and layout there already; the config is written
+    again if it has changed.
+
     Args:
         config: the resolved config, as YAML.
         settings: short names and values for the HPARAMS tab; those of the MoE blocks are added.
@@ -30,6 +33,7 @@ class Dashboard(L.Callback):
     def __init__(self, config: str, settings: dict[str, Any] | None = None) -> None:
         self.config, self.settings = config, dict(settings or {})
         self._settings_written = False
+        self._written: dict[str, str] = {}  # the config as last written, by folder
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._settings_written = False
@@ -37,8 +41,12 @@ class Dashboard(L.Callback):
         if writer is not None:
             blocks = moe_blocks(pl_module)
             self.settings = block_settings(blocks) | self.settings
-            writer.add_text("config", f"```yaml\n{self.config}```", trainer.global_step)
-            writer.add_custom_scalars(layout(blocks))
+            folder = str(writer.log_dir)
+            if self._written.get(folder) != self.config:
+                writer.add_text("config", f"```yaml\n{self.config}```", trainer.global_step)
+            if folder not in self._written:
+                writer.add_custom_scalars(layout(blocks))
+            self._written = {folder: self.config}
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.sanity_checking and trainer.state.fn == "fit":
@@ -46,6 +54,12 @@ class Dashboard(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._write_settings(trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"written": dict(self._written)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._written = dict(state["written"])
 
     def _write_settings(self, trainer: L.Trainer) -> None:
         """Once: the metrics have to be known by name, their values are read from the curves."""

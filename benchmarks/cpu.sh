@@ -16,7 +16,7 @@ run() { # NAME ARGUMENTS...
 for part in "${@:-moe moe_bf16 step step_micro memory data}"; do
   for name in $part; do
     case $name in
-      moe) OMP_NUM_THREADS=2 run moe moe --repeats 6 ;;
+      moe) OMP_NUM_THREADS=2 run moe moe --repeats 10 ;;
       moe_bf16) OMP_NUM_THREADS=2 run moe_bf16 moe --dtype bf16 --repeats 6 ;;
       # Processor time of one thread: Lightning's and the callbacks' share is a few milliseconds,
       # less than what two threads on a machine with other guests differ by.

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 class Dispatcher:
     """Carries rows between tokens and parts, for one batch.
 
-    On CPU a part of bfloat16 rows ends in rows of zeros, up to one of 16 sizes an octave: oneDNN
+    Where products are oneDNN's, a part ends in rows of zeros, up to one of 16 sizes an octave: it
     compiles a kernel for every new shape of a product, which takes longer than the product, and
     the number of an expert's tokens is a new one in every batch.
 
@@ -26,12 +26,14 @@ class Dispatcher:
         token_N: token of each row.
         sizes: rows of each part.
         dtype: what experts compute in.
+        on_grid: whether to pad the parts.
     """
 
-    def __init__(self, token_N: Tensor, sizes: list[int], dtype: torch.dtype) -> None:
+    def __init__(
+        self, token_N: Tensor, sizes: list[int], dtype: torch.dtype, on_grid: bool = False
+    ) -> None:
         self.sizes, self.dtype = sizes, dtype
         self.tokens = token_N.split(sizes)
-        on_grid = dtype == torch.bfloat16 and not token_N.is_cuda
         self.padded = [_on_grid(size) if on_grid else size for size in sizes]
 
     def gather(self, x_TD: Tensor) -> tuple[Tensor, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.utils.flop_counter import register_flop_formula
 
 from .routing import Pairs
 
@@ -74,8 +76,20 @@ class Experts(nn.Module):
             return [self.expert(GroupedLinear(pairs), inputs[0], *stacked)]
         # One addmm per contiguous slice: on CPU faster than grouped_mm, and exact in any dtype.
         dtype = compute_dtype(inputs[0])
+        linear = onednn_linear if self.by_onednn(inputs[0]) else F.linear
         rows = zip(*(_Unstack.apply(weight, slots, dtype) for weight in stacked), strict=True)
-        return [self.expert(F.linear, x, *row) for x, row in zip(inputs, rows, strict=True)]
+        return [self.expert(linear, x, *row) for x, row in zip(inputs, rows, strict=True)]
+
+    def by_onednn(self, x: Tensor) -> bool:
+        """Whether float32 products with x on a CPU are to be oneDNN's (see `onednn_linear`)."""
+        large = self.dim * self.hidden >= 2**14  # for less it isn't worth a compiled kernel
+        wide = compute_dtype(x) == torch.float32 and x.device.type == "cpu"
+        return large and wide and HAS_ONEDNN and torch.backends.mkldnn.enabled
+
+    def compiled_by_size(self, x: Tensor) -> bool:
+        """Whether a kernel is compiled for every new number of rows of a product with x."""
+        half = compute_dtype(x) == torch.bfloat16 and x.device.type == "cpu"
+        return half or self.by_onednn(x)
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -181,6 +195,48 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(device)
     return x.dtype
+
+
+HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear` of float32 on a CPU by oneDNN, in about half the time on AMD's.
+
+    torch's own product asks MKL, which keeps to AVX2 on processors that are not Intel's.
+    """
+    return _OneDNNLinear.apply(x, weight, bias)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if not x.numel():  # oneDNN takes no empty matrix
+        return F.linear(x, weight, bias)
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+if HAS_ONEDNN:
+
+    @register_flop_formula(torch.ops.mkldnn._linear_pointwise)
+    def _count(x_shape: Any, weight_shape: Any, *_: Any, **__: Any) -> int:
+        return 2 * math.prod(x_shape) * weight_shape[0]
+
+
+class _OneDNNLinear(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _product(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        return (
+            _product(grad, weight.t()) if needs_x else None,
+            _product(grad.t(), x.t()) if needs_weight else None,
+            grad.sum(0) if needs_bias else None,
+        )
 
 
 class _Unstack(Function):

@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.moe import Experts, MoEBlock, Router, Ternary, TopAny, TopK
 from app.moe.dispatch import Dispatcher
+from app.moe.experts import HAS_ONEDNN
 
 from .cases import DIM, EXPERTS, make_block, randomize, tokens
 from .test_block import ROUTERS
@@ -57,9 +58,9 @@ def test_half_precision_rows_add_up_in_the_gates_dtype() -> None:
 
 
 def test_padding_is_invisible() -> None:
-    """Parts of bfloat16 rows end in zeros, whatever comes out for them is left out."""
+    """Parts on the grid end in zeros, whatever comes out for them is left out."""
     token_N = torch.arange(37)
-    dispatcher = Dispatcher(token_N, [37], torch.bfloat16)
+    dispatcher = Dispatcher(token_N, [37], torch.bfloat16, on_grid=True)
     x_TD = torch.randn(37, 3, requires_grad=True)
     (part,) = dispatcher.gather(x_TD)
     assert len(part) == 38 and not part[37:].any()
@@ -135,7 +136,7 @@ class ProductRows(TorchDispatchMode):
 
 
 def test_bfloat16_products_come_in_few_sizes() -> None:
-    """At most 16 an octave and little larger than the slice; float32 ones are exactly as large."""
+    """At most 16 an octave and little larger than the slice; small float32 ones are as large."""
     block = MoEBlock(DIM, 8, TopK, num_experts=2)
     seen = {True: set(), False: set()}
     for bf16, sizes in seen.items():
@@ -147,6 +148,28 @@ def test_bfloat16_products_come_in_few_sizes() -> None:
             sizes.add(size)
     assert len(seen[False]) == 169
     assert len([size for size in seen[True] if size >= 900]) <= 8
+
+
+@pytest.mark.skipif(not HAS_ONEDNN, reason="torch without oneDNN")
+@pytest.mark.parametrize("router", [TopK, TopAny, Ternary])
+def test_large_float32_block_equals_float64(router: type[Router]) -> None:
+    """Padded parts and oneDNN's products, with the gradients of everything."""
+    block = MoEBlock(128, 128, router, num_experts=4, shared_experts=1)
+    double = MoEBlock(128, 128, router, num_experts=4, shared_experts=1).double()
+    double.load_state_dict(block.state_dict())
+    x_TD, weight_TD = torch.randn(75, 128), torch.randn(75, 128)
+    results = []
+    for module, dtype in ((block, torch.float32), (double, torch.float64)):
+        x = x_TD.to(dtype).requires_grad_()
+        assert module.experts.compiled_by_size(x) == (dtype == torch.float32)
+        y = module(x)
+        leaves = [x, *module.parameters()]
+        results.append([y, *torch.autograd.grad((y * weight_TD).sum(), leaves, allow_unused=True)])
+    for a, b in zip(*results, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            atol = 1e-5 * float(b.detach().abs().max())
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=atol, check_dtype=False)
 
 
 class Sandwich(nn.Module):

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from app.moe import Experts, GeluExperts, Pairs, SwiGLUExperts
-from app.moe.experts import GroupedLinear
+from app.moe.experts import HAS_ONEDNN, GroupedLinear
 
 from .cases import EXPERTS, NAIVE_EXPERTS, randomize
 
@@ -186,6 +186,35 @@ def test_flops_per_pair(kind: type[Experts]) -> None:
     assert counter.get_total_flops() == 7 * experts.flops_per_pair()
     matrices = {GeluExperts: 2, SwiGLUExperts: 3}[kind]
     assert experts.flops_per_pair() == 2 * matrices * 8 * 16
+
+
+@pytest.mark.skipif(not HAS_ONEDNN, reason="torch without oneDNN")
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_large_float32_experts_by_onednn(kind: type[Experts], sizes: list[int]) -> None:
+    """As float64 ones, forward and backward, and counted by torch as the same FLOPs."""
+    experts, double = kind(128, 136, 5), kind(128, 136, 5).double()
+    randomize(experts, 0)
+    double.load_state_dict(experts.state_dict())
+    pairs = group(sizes)
+    x_ND = torch.randn(sum(sizes), 128, requires_grad=True)
+    assert experts.by_onednn(x_ND) and not double.by_onednn(x_ND.double())
+    with FlopCounterMode(display=False) as counter:
+        y_ND = experts(x_ND, pairs)
+    assert counter.get_total_flops() == sum(sizes) * experts.flops_per_pair()
+    expected_ND = double(x_ND.double(), pairs)
+    scale = {"rtol": 1e-5, "check_dtype": False}
+    torch.testing.assert_close(y_ND, expected_ND, atol=1e-5 * _largest(expected_ND), **scale)
+    # A gradient with strides of its own, as a transposed one.
+    grad_ND = torch.randn(128, sum(sizes)).t()
+    got = torch.autograd.grad(y_ND, [x_ND, *experts.parameters()], grad_ND)
+    want = torch.autograd.grad(expected_ND, [x_ND, *double.parameters()], grad_ND.double())
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5 * _largest(b), **scale)
+
+
+def _largest(x: Tensor) -> float:
+    return float(x.abs().max()) if x.numel() else 0.0
 
 
 @pytest.mark.parametrize("wrong", ["dim", "hidden", "slots"])

@@ -87,9 +87,9 @@ def test_killed_at_any_moment(server, tmp_path, name, options):
     seed = int(os.environ.get("MOE_KILL_SEED", random.SystemRandom().randrange(10**6)))
     print(f"MOE_KILL_SEED={seed}")  # shown if the test fails
     plans = kill_plans(random.Random(seed), places, ended["seconds"])
-    killed = 0
+    killed, chains = 0, itertools.count()
     while killed < KILLS:
-        folder, status = prepare(tmp_path / f"killed_{killed}_times"), None
+        folder, status = prepare(tmp_path / f"chain_{next(chains)}"), None
         while status != 0:
             plan = next(plans) if killed < KILLS else {}
             saved = any(folder.glob("runs/*/*/checkpoints/last.ckpt"))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from app.moe import MoEBlock, OutputSums
 from app.moe.routers import TernaryRouting, TopAnyRouting
+from app.moe.sharded import full
 
 from .common import for_checkpoint, from_checkpoint, sum_over_ranks, widest_float
 
@@ -93,12 +94,6 @@ def _split(flat: Tensor, shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
     }
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """A parameter without gradient; gathered, if it is sharded (all processes have to ask)."""
-    tensor = tensor.detach()
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
 @torch.no_grad()
 def batch_sums(block: MoEBlock) -> dict[str, Tensor]:
     """Sums of the block's last forward pass, by name.
@@ -156,9 +151,9 @@ def block_state(block: MoEBlock, biased: bool = False) -> dict[str, Tensor]:
     router = block.router
     state = {"active_E": block.active_E, "similarity_RR": similarity(block)}
     if hasattr(router, "threshold"):
-        state["threshold_E"] = whole(router.threshold)
+        state["threshold_E"] = full(router.threshold)
     if block.default_vectors != "none":
-        state["default_ED"] = whole(block.default_ED)
+        state["default_ED"] = full(block.default_ED)
     if biased:
         state["bias_E"] = router.balance_bias_E
     return state
@@ -167,7 +162,7 @@ def block_state(block: MoEBlock, biased: bool = False) -> dict[str, Tensor]:
 @torch.no_grad()
 def similarity(block: MoEBlock) -> Tensor:
     """Cosines between all routing vectors (R, R), those of unused slots included."""
-    unit_RD = F.normalize(whole(block.router.weight).float(), dim=1)
+    unit_RD = F.normalize(full(block.router.weight).float(), dim=1)
     return unit_RD @ unit_RD.t()
 
 

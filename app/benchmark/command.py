@@ -11,7 +11,7 @@ import torch
 
 from data.errors import DataError
 
-from ..arguments import Parser, find_device, number, write_json
+from ..arguments import HelpFormatter, Parser, find_device, number, write_json
 from ..errors import ConfigError
 from .rows import Row
 from .timing import CLOCKS
@@ -90,7 +90,7 @@ def _parser() -> Parser:
         "turn.",
     )
     kinds = parser.add_subparsers(required=True, metavar="{moe,step,data}")
-    form = argparse.ArgumentDefaultsHelpFormatter
+    form = HelpFormatter
 
     moe = kinds.add_parser("moe", help="the block against dense layers", formatter_class=form)
     add = moe.add_argument

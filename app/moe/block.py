@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .dispatch import Dispatcher
@@ -146,7 +145,7 @@ class MoEBlock(nn.Module):
 
     def _shared(self, x_TD: Tensor) -> Tensor:
         weights = (weight.squeeze(0) for weight in self.shared.parameters())
-        return self.shared.expert(F.linear, x_TD, *weights)
+        return self.shared.expert(self.shared.linear(x_TD), x_TD, *weights)
 
     @torch.no_grad()
     def _sum_outputs(

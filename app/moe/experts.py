@@ -76,9 +76,13 @@ class Experts(nn.Module):
             return [self.expert(GroupedLinear(pairs), inputs[0], *stacked)]
         # One addmm per contiguous slice: on CPU faster than grouped_mm, and exact in any dtype.
         dtype = compute_dtype(inputs[0])
-        linear = onednn_linear if self.by_onednn(inputs[0]) else F.linear
+        linear = self.linear(inputs[0])
         rows = zip(*(_Unstack.apply(weight, slots, dtype) for weight in stacked), strict=True)
         return [self.expert(linear, x, *row) for x, row in zip(inputs, rows, strict=True)]
+
+    def linear(self, x: Tensor) -> Linear:
+        """The fastest `F.linear` for x and one expert's weights."""
+        return onednn_linear if self.by_onednn(x) else F.linear
 
     def by_onednn(self, x: Tensor) -> bool:
         """Whether float32 products with x on a CPU are to be oneDNN's (see `onednn_linear`)."""

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# One command for one GPU, inside ten minutes: correctness, benchmarks, short trainings.
+# One command for one GPU, inside ten minutes: correctness, benchmarks, short trainings. Whole
+# trainings: gpu_table.sh.
 #
 #   benchmarks/gpu.sh OUT              writes everything worth keeping into the folder OUT
 #
@@ -57,6 +58,7 @@ MOE=(--tokens 65536 --repeats 20)
 STEP=(--recipe cifar10_vit_s --batch_size 512 --steps 10 --repeats 10)
 FIT=(--config configs/vision/cifar10_dynmoe_weighted_average.yaml)
 GPU=(--config configs/hardware/gpu.yaml)
+COMPILED=(--config configs/hardware/compile.yaml)
 CHECK=()
 IMAGES=2048
 BACKEND=inductor
@@ -64,6 +66,7 @@ if ((TINY)); then
   MOE=(--tokens 256 --dim 32 --hidden 64 --repeats 2)
   STEP=(--recipe digits --batch_size 8 --steps 2 --repeats 2)
   FIT=(--config configs/vision/cifar10_micro_dynmoe_weighted_average.yaml --trainer.limit_train_batches 3 --trainer.limit_val_batches 1)
+  COMPILED=()
   GPU=(--data.batch_size 16 --data.eval_batch_size 16 --trainer.max_epochs 2)
   CHECK=(--tiny)
   IMAGES=64
@@ -73,14 +76,12 @@ fi
 [ "$DEVICE" = cuda ] && nvidia-smi > "$OUT/nvidia-smi.txt"
 part correctness 75 python benchmarks/check_device.py --device "$DEVICE" --json "$OUT/correctness.json" "${CHECK[@]}"
 part moe_bf16 75 python -m app benchmark moe --device "$DEVICE" --dtype "$PRECISION" "${MOE[@]}" --json "$OUT/moe_bf16.json"
-train training_compiled 90 "${FIT[@]}" "${GPU[@]}"
+train training_compiled 90 "${FIT[@]}" "${GPU[@]}" "${COMPILED[@]}"
 part step_compiled 90 python -m app benchmark step --device "$DEVICE" --dtype "$PRECISION" "${STEP[@]}" --methods dynmoe --compile "$BACKEND" --json "$OUT/step_compiled.json"
 part step_eager 60 python -m app benchmark step --device "$DEVICE" --dtype "$PRECISION" "${STEP[@]}" --methods dynmoe topk2 --json "$OUT/step_eager.json"
-train training_eager 60 "${FIT[@]}" "${GPU[@]}" --trainer.callbacks '[{class_path: callbacks.AdaptiveExperts, init_args: {initialization: weighted_average}}]'
+train training_eager 60 "${FIT[@]}" "${GPU[@]}"
 train training_topk2 60 --config "configs/vision/cifar10_$( ((TINY)) && echo micro_)topk2.yaml" "${FIT[@]:2}" "${GPU[@]}"
 part memory 60 python -m app benchmark step --device "$DEVICE" --dtype "$PRECISION" "${STEP[@]}" --repeats 2 --methods dynmoe --against --memory --json "$OUT/memory.json"
 part data 30 python -m app benchmark data --device "$DEVICE" --batch_size 512 --images "$IMAGES" --repeats 3 --json "$OUT/data.json"
-
-# Long trainings go here, most wanted first:  train NAME LIMIT --config FILE "${GPU[@]}" ...
 
 cat "$OUT/summary.md"

@@ -273,8 +273,8 @@ def test_compiled_blocks_train(tmp_path, capsys):
 
 
 def test_gpu_settings_go_on_top_of_any_image_config(tmp_path):
-    configs = ("vision/cifar10_dynmoe_weighted_average.yaml", "hardware/gpu.yaml")
-    arguments = [f"--config={step.CONFIGS / name}" for name in configs]
+    configs = ("vision/cifar10_dynmoe_weighted_average", "hardware/gpu", "hardware/compile")
+    arguments = [f"--config={step.CONFIGS / name}.yaml" for name in configs]
     with quiet_lightning():
         built = step._Built(expand(["fit", *arguments, "--trainer.accelerator=cpu"]))
     names = {type(callback).__name__ for callback in built.trainer.callbacks}
@@ -306,5 +306,5 @@ def test_summary_of_the_gpu_script_says_what_ran(tmp_path):
 
 
 def test_shell_scripts_parse():
-    for script in ("benchmarks/gpu.sh", "benchmarks/cpu.sh"):
+    for script in ("benchmarks/gpu.sh", "benchmarks/gpu_table.sh", "benchmarks/cpu.sh"):
         subprocess.run(["bash", "-n", script], check=True)

@@ -162,6 +162,11 @@ class App(LightningCLI):
         if self.checkpoint is not None:
             self._check_checkpoint(Path(self.config[subcommand].ckpt_path), subcommand == "fit")
             self.checkpoint = None  # Lightning reads it again, where the strategy wants it
+        elif subcommand != "fit":
+            rank_zero_info(
+                f"note: {subcommand} without --ckpt_path uses the weights that training would "
+                "start from; --ckpt_path last takes those of the newest run"
+            )
         try:
             with (
                 _signal_handlers_kept(),
@@ -300,6 +305,8 @@ def main(argv: Sequence[str]) -> int:
             return 0
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError:
+        raise
     except Exception as error:
         if _lost_process(error):
             print(

@@ -37,8 +37,7 @@ if ((TINY)); then
   CHECK=(--tiny)
   SIZES=(--model.network.dim 32 --model.network.depth 2 --model.network.heads 2
     --model.network.moe_blocks '[0, 1]' --data.batch_size 16 --data.eval_batch_size 64
-    --trainer.limit_train_batches 3 --trainer.limit_val_batches 1
-    --trainer.log_every_n_steps 2)
+    --trainer.limit_train_batches 3 --trainer.limit_val_batches 1 --trainer.log_every_n_steps 2)
   COMPILE=${COMPILE/auto/0} # the compiler takes minutes on a laptop
 fi
 

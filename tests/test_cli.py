@@ -2,6 +2,9 @@
 
 import csv
 import io
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -79,6 +82,24 @@ def test_validate_and_test_need_the_checkpoint_alone(run, capsys):
     out = capsys.readouterr().out
     logged = list(csv.DictReader((run / "metrics.csv").open()))[-1]["val/accuracy"]
     assert logged[:8] in out  # validation says what the last row of the run says
+
+
+def test_without_a_checkpoint_validation_says_whose_weights_it_uses(tmp_path, caplog):
+    limit = ["--trainer.limit_val_batches=1", "--trainer.accelerator=cpu", f"--runs={tmp_path}"]
+    with caplog.at_level("INFO"):
+        assert main(["validate", "--config=configs/quickstart.yaml", *limit]) == 0
+    assert "weights that training would start from" in caplog.text
+
+
+def test_a_reader_that_has_had_enough_is_no_error(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "app", "suite", "configs/suites/digits.yaml", "--dry-run"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait(timeout=120) == 128 + signal.SIGPIPE
 
 
 def test_predict_writes_a_table(run, capsys):

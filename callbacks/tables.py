@@ -23,7 +23,7 @@ class MetricsTable(L.Callback):
     Columns: `epoch` and `step`; `seconds` that the fit has taken up to there, evaluations included
     and the time between a stop and a resume not; `parameters` of the network without those of
     unused expert slots; every metric; from the RoutingMonitor the active FLOPs and each layer's
-    number of experts and experts per token in this evaluation.
+    number of experts, experts per token, largest and smallest load in this evaluation.
 
     The rows travel in the checkpoint, so that a resumed run goes on with the table as it was.
     """
@@ -73,7 +73,14 @@ class MetricsTable(L.Callback):
         self.rows, self._seconds = list(state["rows"]), state.get("seconds", 0.0)
 
 
-FROM_MONITOR = ("/active_experts", "/experts_per_token", "/gflops_per_image", "/gflops_per_token")
+FROM_MONITOR = (
+    "/active_experts",
+    "/experts_per_token",
+    "/load_max",
+    "/load_min",
+    "/gflops_per_image",
+    "/gflops_per_token",
+)
 
 
 def _parameters_in_use(module: nn.Module) -> int:

@@ -62,6 +62,8 @@ def write_run(root: Path, its: dict, epochs: int, offset=0.0, metric="val/accura
         for place, layer in enumerate(LAYERS):
             row[f"val_routing/{layer}/active_experts"] = 8 + place
             row[f"val_routing/{layer}/experts_per_token"] = 2.0 + place + offset
+            row[f"val_routing/{layer}/load_max"] = 1.5
+            row[f"val_routing/{layer}/load_min"] = 0.5 * place
         row["val_compute/gflops_per_image"] = 1.25 + offset
         rows.append(row)
     write_rows(folder / "metrics.csv", rows)
@@ -140,6 +142,9 @@ def test_the_page_reads_well(runs, tmp_path, capsys):
     assert cells[4:] == ["8 / 9", "2.00 / 3.00", "1.255", "1.46 M", "25 s"]
     (dyn,) = [line for line in page.splitlines() if line.startswith("| DynMoE, weighted")][:1]
     assert "| 30.00 | 75.00 |" in dyn  # one seed: no spread
+    # Three of nine experts: the mean one is taken by a third of the tokens, the largest by half.
+    assert "| DynMoE, weighted average | blocks.3 | 9 | 3.00 | 33.3 | 50.0 | 16.7 |" in page
+    assert "| DynMoE, weighted average | blocks.1 | 8 | 2.00 | 25.0 | 37.5 | 0.0 |" in page
     assert "`s/topk2-seed2`: epoch 6 of 10" in page
     assert "Published figures, not run here. Source: DynMoE (arXiv 2405.14297)" in page
     assert "here 4 blocks of width 128, there 12 of width 384" in page

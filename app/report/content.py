@@ -12,7 +12,7 @@ from . import pictures
 from .pages import Block, Grid, Heading, Items, Picture, Text
 from .published import Table, tables_for
 from .runs import Run
-from .summary import Group, Section, Stat
+from .summary import Group, Section, Stat, stat
 
 DASH = "\N{EN DASH}"  # for what is not known
 
@@ -83,6 +83,18 @@ def _section(section: Section, out: Path) -> list[Block]:
                 "all seeds are finished.",
             )
         )
+    loads = load_table(section)
+    if loads.rows:
+        blocks += [
+            Heading("Experts, layer by layer", 3),
+            loads,
+            Text(
+                "At the last evaluation, means over seeds. The shares are of the tokens of the "
+                "validation data: those that the expert of the largest load is executed for, and "
+                "those of the smallest. A shared expert is one that nearly all tokens take while "
+                "the mean expert is taken by few."
+            ),
+        ]
     moving = [group for group in section.groups if pictures.has_timeline(group)]
     if moving:
         blocks.append(Heading("Experts over time", 3))
@@ -160,6 +172,37 @@ def _how_to_read(section: Section) -> str:
             "not all, and what is of the last evaluation is over the seeds that have got furthest."
         )
     return " ".join(parts)
+
+
+def load_table(section: Section) -> Grid:
+    """A row for each MoE layer of each group that knows its loads."""
+    header = [
+        "method",
+        "layer",
+        "active experts",
+        "experts per token",
+        "share of tokens, mean expert in %",
+        "largest in %",
+        "smallest in %",
+    ]
+    rows = []
+    for group in section.groups:
+        for layer in group.layers("load_max"):
+            shares = [stat(group.shares(layer, load)) for load in ("mean", "load_max", "load_min")]
+            experts, per_token = (
+                group.last(f"val_routing/{layer}/{key}")
+                for key in ("active_experts", "experts_per_token")
+            )
+            rows.append(
+                [
+                    group.label,
+                    layer,
+                    _layers([experts], 1),
+                    _value(per_token, lambda x: f"{x:.2f}"),
+                    *(_value(each, lambda x: f"{100 * x:.1f}") for each in shares),
+                ]
+            )
+    return Grid(header, rows)
 
 
 def published_table(section: Section, table: Table) -> Grid:

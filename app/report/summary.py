@@ -105,6 +105,23 @@ class Group:
             means.append(statistics.fmean(known) if known else None)
         return stat(means)
 
+    def shares(self, layer: str, load: str) -> list[float | None]:
+        """The part of all tokens that take an expert of a layer at the last evaluation, a run each.
+
+        Args:
+            layer: name of the MoE layer.
+            load: which expert: `load_max`, `load_min` (columns, in fair shares), or `mean`.
+        """
+        found = []
+        for run in self.furthest:
+            last = run.rows[-1].values
+            keys = ("active_experts", "experts_per_token", load)
+            experts, taken, fair = (last.get(f"val_routing/{layer}/{key}") for key in keys)
+            fair = 1.0 if load == "mean" else fair
+            known = experts and taken is not None and fair is not None
+            found.append(fair * taken / experts if known else None)
+        return found
+
     def curve(self, key: str, by: str) -> tuple[list[int], list[Stat]]:
         """A metric at all epochs (or steps) that every run of the group has evaluated."""
         known = [

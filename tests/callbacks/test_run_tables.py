@@ -44,7 +44,7 @@ def test_cost_columns(tmp_path):
     rows, scalars = read_rows(tmp_path / "log" / "metrics.csv"), read_scalars(tmp_path / "log")
     monitored = [key for key in rows[0] if key.startswith("val_")]
     layers = len(task.blocks)
-    assert layers and len(monitored) == 1 + 2 * layers
+    assert layers and len(monitored) == 1 + 4 * layers
     for key in monitored:
         logged = [value for _, value in scalars[key]]
         assert [float(row[key]) for row in rows] == pytest.approx(logged, rel=1e-5)

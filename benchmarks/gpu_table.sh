@@ -15,7 +15,7 @@
 #   JOBS     rows at a time (1)
 #   COMPILE  1 or 0: compiled blocks; auto: only if the correctness check finds them good
 #   DEVICE   cuda, or cpu to rehearse
-#   TINY     1 for sizes that a laptop rehearses in two minutes
+#   TINY     1 for a tiny network and epochs of three steps, to rehearse on a laptop
 set -uo pipefail
 cd "$(dirname "$0")/.."
 OUT=$(mkdir -p "$1" && cd "$1" && pwd)

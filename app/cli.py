@@ -305,9 +305,9 @@ def main(argv: Sequence[str]) -> int:
             return 0
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:
-        raise
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and argv[0] in OWN_COMMANDS:
+            raise  # whoever read the tables has gone; in a training it is another pipe that broke
         if _lost_process(error):
             print(
                 f"error: process {rank_zero_only.rank} lost another process of this run, which has "

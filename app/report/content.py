@@ -197,7 +197,7 @@ def load_table(section: Section) -> Grid:
                 [
                     group.label,
                     layer,
-                    _layers([experts], 1),
+                    _layers([experts] if experts else [], 1),
                     _value(per_token, lambda x: f"{x:.2f}"),
                     *(_value(each, lambda x: f"{100 * x:.1f}") for each in shares),
                 ]

@@ -12,6 +12,6 @@ if TYPE_CHECKING:
 
 def load_model(folder: str | Path, device: str | torch.device = "cpu") -> torch.nn.Module:
     """The network that `python -m app export` wrote; see `app.exported.load_model`."""
-    from .exported import load_model as load  # torch and timm take seconds to import
+    from .models.exported import load_model as load  # torch and timm take seconds to import
 
     return load(folder, device)

@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 
-from .cli import main
+from .cli.main import main
 
 if __name__ == "__main__":
     try:

@@ -22,7 +22,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from app.benchmark.images import RandomImages
+from app.commands.benchmark.images import RandomImages
 from app.models import VisionTransformer
 from app.moe import Dense, MoEBlock, SwiGLUExperts, Ternary, TopAny, TopK, TopP
 from app.tasks import ImageClassification

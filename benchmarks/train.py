@@ -13,7 +13,7 @@ from pathlib import Path
 import lightning as L
 
 import callbacks
-from app import cli
+from app.cli import main as cli
 
 KEPT = ("metrics.csv", "expert_events.csv", "config.yaml")
 

@@ -1,19 +1,19 @@
 """Everything that changes or watches a network while it trains."""
 
-from .adaptive_experts import AdaptiveExperts
-from .balance import LossFreeBalance
-from .checkpoint import Checkpoint
-from .compile_blocks import CompileBlocks
-from .dashboard import Dashboard
-from .default_vectors import DefaultVectors
-from .event_files import EventFiles
-from .guards import NumericalGuards
-from .progress import ProgressBar
-from .random_state import RandomState
-from .routing_monitor import RoutingMonitor
-from .routing_pictures import RoutingPictures
-from .stopping import Stopped
-from .tables import MetricsTable, PredictionTable
+from .methods.adaptive_experts import AdaptiveExperts
+from .methods.balance import LossFreeBalance
+from .methods.default_vectors import DefaultVectors
+from .routing.monitor import RoutingMonitor
+from .routing.pictures import RoutingPictures
+from .run.checkpoint import Checkpoint
+from .run.compile_blocks import CompileBlocks
+from .run.dashboard import Dashboard
+from .run.event_files import EventFiles
+from .run.guards import NumericalGuards
+from .run.progress import ProgressBar
+from .run.random_state import RandomState
+from .run.stopping import Stopped
+from .run.tables import MetricsTable, PredictionTable
 
 __all__ = [
     "AdaptiveExperts",

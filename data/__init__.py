@@ -1,7 +1,7 @@
 """LightningDataModules, and what reads files into tensors."""
 
-from .text import HuggingFaceText, TextData
-from .vision import CIFAR10Data, DigitsData, ImageFolderData, TinyImageNetData
+from .images.module import CIFAR10Data, DigitsData, ImageFolderData, TinyImageNetData
+from .text.module import HuggingFaceText, TextData
 
 __all__ = [
     "CIFAR10Data",

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from data.errors import DataError
+from .errors import DataError
 
 # Leading words that keep the two streams apart for equal (seed, epoch).
 _ORDER, _BATCH = 1, 2

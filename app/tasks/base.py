@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from ..errors import ConfigError
 from ..moe import LOSSES, MoEBlock, Router, moe_blocks
 from ..moe.losses import load_balance
-from ..samples import ImageSamples, TextSamples
-from ..sharding import shard
+from .samples import ImageSamples, TextSamples
+from .sharding import shard
 
 NO_END = "model.schedule needs an end: set trainer.max_epochs or trainer.max_steps"
 

@@ -13,8 +13,8 @@ from torchmetrics.classification import MulticlassAccuracy
 from torchvision.transforms import v2
 
 from ..errors import ConfigError
-from ..samples import ImageSamples, spread
 from .base import MoETask
+from .samples import ImageSamples, spread
 
 
 class ImageClassification(MoETask):

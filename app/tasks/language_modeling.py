@@ -15,8 +15,8 @@ from torchmetrics import MeanMetric
 
 from ..errors import ConfigError
 from ..models.sampling import generate
-from ..samples import TextSamples, spread
 from .base import MoETask
+from .samples import TextSamples, spread
 
 
 class LanguageModeling(MoETask):

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from callback_support import digits, make_trainer, read_rows, same, vision_task
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from app.moe import TopK
@@ -17,6 +16,7 @@ from callbacks import (
     RandomState,
     RoutingMonitor,
 )
+from tests.callbacks.callback_support import digits, make_trainer, read_rows, same, vision_task
 
 EPOCHS, BATCHES = 3, 9  # the window of an epoch is its batches 3, 4 and 5: decisions at 6, 15, 24
 

@@ -7,7 +7,6 @@ from functools import partial
 
 import pytest
 import torch
-from callback_support import Recorder, digits, make_trainer, vision_task
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from app.models import Decoder
@@ -15,6 +14,7 @@ from app.moe import Dense, MoEBlock, SwiGLUExperts, Ternary, TopAny, TopK, TopP
 from app.tasks import LanguageModeling
 from callbacks import AdaptiveExperts, DefaultVectors, RoutingMonitor
 from data import TextData
+from tests.callbacks.callback_support import Recorder, digits, make_trainer, vision_task
 
 ROUTERS = {
     "dense": Dense,

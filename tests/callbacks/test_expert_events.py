@@ -2,13 +2,21 @@
 
 import pytest
 import torch
-from callback_support import Toy, fit, read_rows, read_scalars, read_texts, tokens, toy_block
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from app.moe import Dense, Ternary
 from callbacks import AdaptiveExperts
-from callbacks.adaptive_experts import COLUMNS
+from callbacks.methods.adaptive_experts import COLUMNS
+from tests.callbacks.callback_support import (
+    Toy,
+    fit,
+    read_rows,
+    read_scalars,
+    read_texts,
+    tokens,
+    toy_block,
+)
 
 # A window of two batches each; slots 0 to 2, of which 0 and 1 are active.
 WINDOWS = [("0001", "0007"), ("0000", "0077"), ("0077", "0006"), ("0710", "0056")]

@@ -8,7 +8,10 @@ import math
 
 import pytest
 import torch
-from callback_support import (
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from callbacks import AdaptiveExperts
+from tests.callbacks.callback_support import (
     At,
     Endless,
     Recorder,
@@ -20,9 +23,6 @@ from callback_support import (
     toy_block,
     vision_task,
 )
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-
-from callbacks import AdaptiveExperts
 
 
 def full_block():

@@ -7,12 +7,12 @@ from functools import partial
 
 import pytest
 import torch
-from callback_support import At, Recorder, Toy, fit, same, tokens, toy_block
 
-from app import cli
+from app.cli import main as cli
 from app.errors import DivergedError
 from app.moe import TopK
 from callbacks import Checkpoint, NumericalGuards
+from tests.callbacks.callback_support import At, Recorder, Toy, fit, same, tokens, toy_block
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 BATCHES = [tokens(text) for text in ("0011", "0120", "2210", "0212", "1102", "0001")]
@@ -176,7 +176,7 @@ def test_a_good_run_is_not_touched(tmp_path):
 def test_command_line(tmp_path, monkeypatch, capsys):
     """On by default: exit status 1 and one line."""
     monkeypatch.chdir(tmp_path)
-    config = cli.__file__.replace("app/cli.py", "configs/quickstart.yaml")
+    config = cli.__file__.replace("app/cli/main.py", "configs/quickstart.yaml")
     arguments = ["fit", "--config", config, "--trainer.max_epochs=1", "--trainer.accelerator=cpu"]
     arguments += ["--model.optimizer.lr=1e38", "--trainer.limit_train_batches=12"]
     assert cli.main([*arguments, "--trainer.enable_progress_bar=false"]) == 1

@@ -4,11 +4,11 @@ from functools import partial
 
 import pytest
 import torch
-from callback_support import Recorder, Toy, fit, toy_block
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from app.moe import Dense, Ternary, TopAny, TopK, TopP
 from callbacks import LossFreeBalance
+from tests.callbacks.callback_support import Recorder, Toy, fit, toy_block
 
 
 def batches(count: int, size: int = 12) -> list[torch.Tensor]:

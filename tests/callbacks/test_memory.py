@@ -9,16 +9,16 @@ from pathlib import Path
 
 import lightning as L
 import torch
-from callback_support import Endless, Toy, make_trainer, tokens, toy_block
 
 from callbacks import (
     AdaptiveExperts,
     Checkpoint,
     NumericalGuards,
     RoutingMonitor,
-    routing_monitor,
 )
-from callbacks.routing_history import RoutingHistory
+from callbacks.routing import monitor as routing_monitor
+from callbacks.routing.history import RoutingHistory
+from tests.callbacks.callback_support import Endless, Toy, make_trainer, tokens, toy_block
 
 
 class Watch(L.Callback):

@@ -5,7 +5,17 @@ from functools import partial
 
 import pytest
 import torch
-from callback_support import (
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from app.models import Decoder
+from app.moe import Dense, MoEBlock, SwiGLUExperts, Ternary, TopAny, TopK, TopP
+from app.moe.flops import forward_flops
+from app.tasks import LanguageModeling
+from callbacks import DefaultVectors, LossFreeBalance, RoutingMonitor
+from callbacks.routing import statistics as routing_statistics
+from callbacks.routing.monitor import HEADLINES
+from data.text.module import TextData
+from tests.callbacks.callback_support import (
     Recorder,
     Toy,
     digits,
@@ -16,15 +26,6 @@ from callback_support import (
     toy_block,
     vision_task,
 )
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-from app.flops import forward_flops
-from app.models import Decoder
-from app.moe import Dense, MoEBlock, SwiGLUExperts, Ternary, TopAny, TopK, TopP
-from app.tasks import LanguageModeling
-from callbacks import DefaultVectors, LossFreeBalance, RoutingMonitor, routing_statistics
-from callbacks.routing_monitor import HEADLINES
-from data.text import TextData
 
 BOTH = {
     "active_experts", "experts_per_token", "unrouted_fraction", "router_entropy",

@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import plugin_data_pb2
 
-from app.cli import main
+from app.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 QUIET = ("--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false")

@@ -6,9 +6,9 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from callback_support import EXPERTS, At, Toy, fit, same, tokens, toy_block, weights
 
 from callbacks import AdaptiveExperts
+from tests.callbacks.callback_support import EXPERTS, At, Toy, fit, same, tokens, toy_block, weights
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1)
 

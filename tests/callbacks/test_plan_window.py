@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.moe.routing import Routing
-from callbacks.adaptive_experts import Plan, WindowRecord, plan_window
+from callbacks.methods.adaptive_experts import Plan, WindowRecord, plan_window
 
 
 def record(load: list[int], unrouted: int, tokens: int, direction=(1.0, 0.0)) -> WindowRecord:

@@ -5,9 +5,17 @@ import signal
 
 import pytest
 import torch
-from callback_support import DDP, At, digits, make_trainer, on_two_processes, same, vision_task
 
 from callbacks import Checkpoint, RandomState, Stopped
+from tests.callbacks.callback_support import (
+    DDP,
+    At,
+    digits,
+    make_trainer,
+    on_two_processes,
+    same,
+    vision_task,
+)
 
 
 def fit(folder, seed, *more, ckpt_path=None):

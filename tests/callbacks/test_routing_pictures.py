@@ -7,7 +7,6 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 import torch
-from callback_support import Toy, digits, fit, make_trainer, same, tokens, toy_block, vision_task
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from matplotlib.colors import to_rgb
@@ -15,11 +14,22 @@ from matplotlib.image import imread
 
 from app.figures import COLORS
 from app.moe import Ternary, TopAny, TopK
-from app.samples import ImageSamples, TextSamples, spread
-from callbacks import RoutingMonitor, RoutingPictures, routing_pictures
-from callbacks.routing_figures import load_figure, similarity_figure, taking_figure
-from callbacks.routing_history import RoutingHistory
-from callbacks.routing_samples import Choices, patches_picture, tokens_html, tokens_picture
+from app.tasks.samples import ImageSamples, TextSamples, spread
+from callbacks import RoutingMonitor, RoutingPictures
+from callbacks.routing import pictures as routing_pictures
+from callbacks.routing.figures import load_figure, similarity_figure, taking_figure
+from callbacks.routing.history import RoutingHistory
+from callbacks.routing.samples import Choices, patches_picture, tokens_html, tokens_picture
+from tests.callbacks.callback_support import (
+    Toy,
+    digits,
+    fit,
+    make_trainer,
+    same,
+    tokens,
+    toy_block,
+    vision_task,
+)
 
 
 def test_history_is_bounded_and_loses_nothing():

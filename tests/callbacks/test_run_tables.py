@@ -6,11 +6,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from callback_support import digits, make_trainer, read_rows, read_scalars, same, vision_task
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from callbacks import MetricsTable, PredictionTable, ProgressBar, RandomState, RoutingMonitor
-from callbacks import progress as progress_module
+from callbacks.run import progress as progress_module
+from tests.callbacks.callback_support import (
+    digits,
+    make_trainer,
+    read_rows,
+    read_scalars,
+    same,
+    vision_task,
+)
 
 SHORT = {"limit_train_batches": 3, "limit_val_batches": 1}
 

@@ -6,7 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from callback_support import (
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from app.moe import TopK
+from callbacks import (
+    AdaptiveExperts,
+    DefaultVectors,
+    LossFreeBalance,
+    MetricsTable,
+    RandomState,
+    RoutingMonitor,
+    RoutingPictures,
+)
+from tests.callbacks.callback_support import (
     DDP,
     Recorder,
     Toy,
@@ -20,18 +32,6 @@ from callback_support import (
     tokens,
     toy_block,
     vision_task,
-)
-from lightning.pytorch.callbacks import ModelCheckpoint
-
-from app.moe import TopK
-from callbacks import (
-    AdaptiveExperts,
-    DefaultVectors,
-    LossFreeBalance,
-    MetricsTable,
-    RandomState,
-    RoutingMonitor,
-    RoutingPictures,
 )
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}

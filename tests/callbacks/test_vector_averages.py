@@ -5,12 +5,12 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from callback_support import Recorder, Toy, fit, toy_block
 from lightning import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from app.moe import Ternary, TopK, TopP
 from callbacks import AdaptiveExperts, DefaultVectors
+from tests.callbacks.callback_support import Recorder, Toy, fit, toy_block
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 

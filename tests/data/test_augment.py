@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as tv
 
-from data.augment import Flip, Normalize, PadCrop, RandAugment, RandomErasing, augment
 from data.batches import seeded_generator
+from data.images.augment import Flip, Normalize, PadCrop, RandAugment, RandomErasing, augment
 
 TRANSFORMS = [PadCrop(2), Flip(), RandAugment(2, 15), RandomErasing(0.5, (0.4, 0.5, 0.6))]
 

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from data.vision import DigitsData
+from data.images.module import DigitsData
 
 EPOCHS, BATCHES = 3, 4
 

@@ -13,11 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import data.corpus
-from data.corpus import find_files, split_spans, text_of_spans
 from data.errors import DataError
-from data.text import IGNORED, HuggingFaceText, TextData
-from data.tokenizers import ByteTokenizer
+from data.text import corpus
+from data.text.corpus import find_files, split_spans, text_of_spans
+from data.text.module import IGNORED, HuggingFaceText, TextData
+from data.text.tokenizers import ByteTokenizer
 
 WORDS = "".join(f"line {i}: the number {i * i} is a square, äöü\n" for i in range(300))
 
@@ -61,7 +61,7 @@ def test_the_embedded_default(tmp_path: Path) -> None:
     assert batch.min() >= 0 and batch.max() < module.tokenizer.vocab_size == 256
     assert module.bytes_per_token() == 1.0
     whole = sum(len(f) for f in module._files.values())
-    assert whole == len(data.corpus.embedded_text()) > 300_000
+    assert whole == len(corpus.embedded_text()) > 300_000
     assert len(module._files["val"]) == pytest.approx(0.1 * whole, abs=4)
 
 
@@ -269,7 +269,7 @@ def test_a_split_never_cuts_a_character(
 
 
 def test_large_files_are_read_in_pieces(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(data.corpus, "_CHUNK", 5)
+    monkeypatch.setattr(corpus, "_CHUNK", 5)
     (tmp_path / "a.txt").write_text("日本語日本語\n🙂🙂🙂 abc\n" * 5, encoding="utf-8")
     spans = find_files(str(tmp_path), "data.files")
     pieces = list(text_of_spans("x", spans).chunks())
@@ -345,7 +345,7 @@ def serve(monkeypatch, files: dict[str, bytes], name: str) -> list[str]:
         file: (f"https://host/{file}", hashlib.sha1(b"blob %d\0" % len(c) + c).hexdigest())
         for file, c in files.items()
     }
-    monkeypatch.setitem(data.corpus.DOWNLOADS, name, expected)
+    monkeypatch.setitem(corpus.DOWNLOADS, name, expected)
     monkeypatch.setattr("urllib.request.urlopen", urlopen)
     return asked
 
@@ -371,8 +371,8 @@ def test_wikitext_has_three_files(tmp_path: Path, monkeypatch) -> None:
 
 def test_a_wrong_or_failing_download(tmp_path: Path, monkeypatch) -> None:
     serve(monkeypatch, {"input.txt": b"something else"}, "tinyshakespeare")
-    url, _ = data.corpus.DOWNLOADS["tinyshakespeare"]["input.txt"]
-    monkeypatch.setitem(data.corpus.DOWNLOADS, "tinyshakespeare", {"input.txt": (url, "0" * 40)})
+    url, _ = corpus.DOWNLOADS["tinyshakespeare"]["input.txt"]
+    monkeypatch.setitem(corpus.DOWNLOADS, "tinyshakespeare", {"input.txt": (url, "0" * 40)})
     with pytest.raises(DataError, match="did not give the expected file"):
         make(tmp_path, dataset="tinyshakespeare")
 

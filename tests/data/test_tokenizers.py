@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.errors import DataError
-from data.tokenizers import (
+from data.text.tokenizers import (
     END_OF_TEXT,
     BPETokenizer,
     ByteTokenizer,

@@ -19,7 +19,7 @@ from jsonargparse import ArgumentParser
 from PIL import Image
 
 from data.errors import DataError
-from data.vision import (
+from data.images.module import (
     CIFAR10Data,
     DigitsData,
     ImageFolderData,
@@ -323,7 +323,7 @@ def test_cifar_missing(tmp_path, monkeypatch):
     def offline(url, root, md5):
         raise OSError("no network\nat all")
 
-    monkeypatch.setattr("data.images.download_url", offline)
+    monkeypatch.setattr("data.images.reading.download_url", offline)
     fails(CIFAR10Data(str(missing)), "cifar-10-python.tar.gz", "no network", "--data.root")
     (tmp_path / "thesis.txt").touch()
     fails(CIFAR10Data(str(tmp_path)), tmp_path, "empty folder")

@@ -13,7 +13,22 @@ from typing import Any
 
 import pytest
 import torch
-from callback_support import (
+from lightning.pytorch.plugins import DoublePrecision
+
+from app.errors import DivergedError
+from app.moe import Ternary, TopAny, TopK
+from app.moe.sharded import full
+from app.tasks.sharding import FSDP2
+from callbacks import (
+    AdaptiveExperts,
+    Checkpoint,
+    DefaultVectors,
+    LossFreeBalance,
+    MetricsTable,
+    NumericalGuards,
+    RoutingMonitor,
+)
+from tests.callbacks.callback_support import (
     Recorder,
     Toy,
     digits,
@@ -26,21 +41,6 @@ from callback_support import (
     tokens,
     toy_block,
     vision_task,
-)
-from lightning.pytorch.plugins import DoublePrecision
-
-from app.errors import DivergedError
-from app.moe import Ternary, TopAny, TopK
-from app.moe.sharded import full
-from app.sharding import FSDP2
-from callbacks import (
-    AdaptiveExperts,
-    Checkpoint,
-    DefaultVectors,
-    LossFreeBalance,
-    MetricsTable,
-    NumericalGuards,
-    RoutingMonitor,
 )
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}

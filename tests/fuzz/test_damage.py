@@ -18,19 +18,19 @@ from PIL import Image
 from torch.utils.tensorboard import SummaryWriter
 
 import app
-from app.checkpoints import read_checkpoint
+from app.commands.export import export
+from app.commands.report.runs import read_run
 from app.errors import ConfigError
-from app.export import export
-from app.exported import CONFIG, WEIGHTS
 from app.models import VisionTransformer
-from app.report.runs import read_run
-from app.run_progress import evaluated, read_rows
+from app.models.exported import CONFIG, WEIGHTS
+from app.runs.checkpoints import read_checkpoint
+from app.runs.progress import evaluated, read_rows
 from callbacks.common import write_csv
 from data.errors import DataError
-from data.images import decode_images, read_parquet
-from data.text import TextData
-from data.token_file import TokenFile, open_or_build
-from data.vision import _read_cifar_batch
+from data.images.module import _read_cifar_batch
+from data.images.reading import decode_images, read_parquet
+from data.text.module import TextData
+from data.text.token_file import TokenFile, open_or_build
 
 from .damage import Damage, damages
 

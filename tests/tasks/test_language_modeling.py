@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from app.errors import ConfigError
 from app.models.decoder import Decoder
 from app.tasks.language_modeling import LanguageModeling
-from data.text import TextData
+from data.text.module import TextData
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 40
 

@@ -1,0 +1,104 @@
+"""Default MoE's moving averages: arXiv 2504.12463."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from app.moe import MoEBlock, OutputSums
+
+from ..common import find_blocks, for_checkpoint, from_checkpoint, sum_over_ranks
+
+
+class DefaultVectors(L.Callback):
+    """Keeps every expert's default vector V_e, the moving average of its outputs.
+
+    V_e <- beta V_e + (1 - beta) m_e, once per optimizer step, with m_e the weighted mean of E_e(x)
+    over the tokens of the step that took e, on all ranks and in all micro-batches. The first
+    observation sets V_e; an expert without a token keeps its V_e; evaluation moves nothing.
+
+    Args:
+        beta: decay of the average, 0.9 to 0.999.
+        weighting: weigh each output by its router probability (`router`: the authors' later
+            default, here divided by the sum of the weights and not by K, which would grow with
+            the batch) or equally (`uniform`).
+        update: `after` the forward pass, the authors' later default; or `before`: the forward
+            pass of a batch already uses the average that includes it. What is kept is the same.
+    """
+
+    def __init__(
+        self,
+        beta: float = 0.99,
+        weighting: Literal["router", "uniform"] = "router",
+        update: Literal["after", "before"] = "after",
+    ) -> None:
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"beta must lie in [0, 1), got {beta}")
+        self.beta, self.weighting, self.update = beta, weighting, update
+        self.blocks: dict[str, MoEBlock] = {}
+        self._sums: dict[str, OutputSums] = {}
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self.blocks = {
+            name: block
+            for name, block in find_blocks(self, pl_module).items()
+            if block.default_vectors == "ema"
+        }
+        if not self.blocks:
+            raise MisconfigurationException(
+                "DefaultVectors: no MoE block has default_vectors: ema; set it, or remove the "
+                "callback"
+            )
+        for block in self.blocks.values():
+            block.collect = self.weighting
+            if self.update == "before":
+                block.lookahead = lambda sums, block=block: self._moved(block, _global(sums))
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        for name, sums in self._sums.items():  # a checkpoint is read to the CPU
+            device = pl_module.device
+            self._sums[name] = OutputSums(sums.sum_ED.to(device), sums.weight_E.to(device))
+
+    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        for name, block in self.blocks.items():
+            new, old = block.output_sums, self._sums.get(name)
+            if old is not None:
+                new = OutputSums(old.sum_ED + new.sum_ED, old.weight_E + new.weight_E)
+            self._sums[name] = new
+
+    def on_before_optimizer_step(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any
+    ) -> None:
+        # Here rather than at the batch's end: experts that are born or die then find it done.
+        for name, sums in self._sums.items():
+            block, sums = self.blocks[name], _global(sums)
+            block.default_ED.copy_(self._moved(block, sums))
+            block.default_seen_E |= sums.weight_E > 0
+        self._sums = {}
+
+    @torch.no_grad()
+    def _moved(self, block: MoEBlock, sums: OutputSums) -> Tensor:
+        mean_ED = sums.mean_ED().to(block.default_ED)
+        moved_ED = torch.lerp(mean_ED, block.default_ED, self.beta)
+        moved_ED = torch.where(block.default_seen_E[:, None], moved_ED, mean_ED)
+        # An overflow under a loss scaler, whose step is skipped, must not stay in the average.
+        good_E1 = (sums.weight_E > 0)[:, None] & mean_ED.isfinite().all(1, keepdim=True)
+        return torch.where(good_E1, moved_ED, block.default_ED)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            name: for_checkpoint(sums.sum_ED, sums.weight_E) for name, sums in self._sums.items()
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._sums = {name: OutputSums(*from_checkpoint(*sums)) for name, sums in state.items()}
+
+
+def _global(sums: OutputSums) -> OutputSums:
+    sums = OutputSums(sums.sum_ED.clone(), sums.weight_E.clone())
+    sum_over_ranks(sums.sum_ED, sums.weight_E)
+    return sums

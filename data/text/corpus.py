@@ -1,0 +1,287 @@
+"""Where text comes from: files, the embedded default, downloads and Hugging Face streams.
+
+All of them end in the same record, `Text`: a name and a fingerprint, and chunks of text in a fixed
+order, so that whoever tokenises need not know the origin.
+"""
+
+import codecs
+import hashlib
+import io
+import itertools
+import json
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from ..errors import DataError
+from .token_file import write_atomically
+
+_CHUNK = 1 << 20  # bytes of text that are read and tokenised at a time
+
+_RAW = "https://raw.githubusercontent.com"
+_WIKITEXT = f"{_RAW}/pytorch/examples/main/word_language_model/data/wikitext-2"
+# Each file: its address, and Git's id of its content (SHA-1 of "blob <size>\\0<content>").
+DOWNLOADS = {
+    "tinyshakespeare": {
+        "input.txt": (
+            f"{_RAW}/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
+            "7dcb3a2d4cc3b48b6283dd46870bfeb78f88aac9",
+        ),
+    },
+    "wikitext2": {
+        "train.txt": (f"{_WIKITEXT}/train.txt", "2d84b35af79e411d73ea7cae83c73964c6ac83b4"),
+        "valid.txt": (f"{_WIKITEXT}/valid.txt", "eec944eb2d9e46061cd34a6913528797db6842fc"),
+        "test.txt": (f"{_WIKITEXT}/test.txt", "6f3fc88e4cd88456ea892971f9f12243e8428624"),
+    },
+}
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text that can be read again and again.
+
+    Attributes:
+        name: for messages.
+        fingerprint: SHA-256 (hexadecimal) of what determines the content.
+        chunks: gives an iterator of (starts a document, text), each chunk a whole number of
+            characters.
+        size: UTF-8 bytes, where known beforehand.
+        max_tokens: read no further than this many tokens.
+    """
+
+    name: str
+    fingerprint: str
+    chunks: Callable[[], Iterator[tuple[bool, str]]]
+    size: int | None = None
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class Span:
+    """Bytes `start` to `stop` of a file, or of the embedded text where `path` is None."""
+
+    path: Path | None
+    start: int
+    stop: int
+
+    def open(self) -> BinaryIO:
+        """The whole file, positioned at `start`."""
+        if self.path is None:
+            file: BinaryIO = io.BytesIO(embedded_text())
+        else:
+            file = self.path.open("rb")
+        file.seek(self.start)
+        return file
+
+
+def embedded_text() -> bytes:
+    """The Python language reference that CPython carries for `help()`, about 460 kB of UTF-8.
+
+    Its wording differs a little from one Python version to the next.
+    """
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise DataError(
+            "this Python comes without the module pydoc_data, the embedded text; "
+            "name a text file or folder with data.files"
+        ) from error
+    return "\n\n".join(topics[key].strip("\n") for key in sorted(topics)).encode("utf-8")
+
+
+def find_files(names: str | Sequence[str], key: str) -> list[Span]:
+    """The text files that `names` stand for, folders searched for `*.txt` in sorted order.
+
+    Args:
+        names: files or folders.
+        key: the option they were given with, for messages.
+
+    Raises:
+        DataError: a path that does not exist, a folder without text files, an empty file.
+    """
+    paths: list[Path] = []
+    for name in [names] if isinstance(names, str) else names:
+        path = Path(name).expanduser()
+        if path.is_dir():
+            inside = sorted(p for p in path.rglob("*.txt") if p.is_file())
+            if not inside:
+                raise DataError(f"{key}: the folder {path} has no .txt file; add one")
+            paths += inside
+        elif path.is_file():
+            paths.append(path)
+        else:
+            raise DataError(f"{key}: {path} does not exist; give a text file or a folder of .txt")
+    if not paths:
+        raise DataError(f"{key}: the list is empty; name at least one text file")
+    for path in paths:
+        if not path.stat().st_size:
+            raise DataError(f"{key}: the file {path} is empty; remove it or give one with text")
+    return [Span(path, 0, path.stat().st_size) for path in paths]
+
+
+def embedded() -> list[Span]:
+    """The embedded text as spans."""
+    return [Span(None, 0, len(embedded_text()))]
+
+
+def split_spans(spans: Sequence[Span], fraction: float) -> tuple[list[Span], list[Span]]:
+    """Cut a text in two; the second part is the last `fraction` of its bytes.
+
+    The cut moves forward to the start of a character, so that both parts are valid UTF-8.
+    """
+    cut = int(sum(s.stop - s.start for s in spans) * (1 - fraction))
+    first: list[Span] = []
+    second: list[Span] = []
+    for span in spans:
+        middle = min(max(span.start + cut, span.start), span.stop)
+        if span.start < middle < span.stop:
+            middle = _character_start(span, middle)
+        first.append(Span(span.path, span.start, middle))
+        second.append(Span(span.path, middle, span.stop))
+        cut -= span.stop - span.start
+    return [s for s in first if s.stop > s.start], [s for s in second if s.stop > s.start]
+
+
+def text_of_spans(name: str, spans: Sequence[Span]) -> Text:
+    """One text of several spans, each of them a document.
+
+    Raises:
+        DataError: a file that is not UTF-8 text (when the chunks are read).
+    """
+    digest = hashlib.sha256()
+    for span in spans:
+        digest.update(f"{span.stop - span.start} ".encode())
+        for block in _blocks(span):
+            digest.update(block)
+    return Text(
+        name,
+        digest.hexdigest(),
+        lambda: itertools.chain.from_iterable(_decode(span) for span in spans),
+        sum(span.stop - span.start for span in spans),
+    )
+
+
+def download(dataset: str, folder: Path) -> dict[str, Path]:
+    """Fetch a small public text, once, into `folder`.
+
+    Args:
+        dataset: a key of `DOWNLOADS`: Tiny Shakespeare (Karpathy's char-rnn) or WikiText-2 (Merity
+            et al. 2016, word level, as the PyTorch examples carry it).
+        folder: where to keep it.
+
+    Raises:
+        DataError: an unknown name, no network, or a file other than the expected one.
+    """
+    if dataset not in DOWNLOADS:
+        raise DataError(f"data.dataset is {dataset!r}; choose one of {', '.join(DOWNLOADS)}")
+    found = {}
+    for name, (url, expected) in DOWNLOADS[dataset].items():
+        path = found[name] = folder / dataset / name
+        if path.is_file():
+            continue
+        hint = f"download it by hand to {path}, or name your own text with data.files"
+        try:
+            with urllib.request.urlopen(url, timeout=30) as response:
+                content = response.read()
+        except OSError as error:  # urllib's errors and time-outs are all of this kind
+            raise DataError(f"cannot download {url} ({error}); {hint}") from error
+        if hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest() != expected:
+            raise DataError(f"{url} did not give the expected file; {hint}")
+        write_atomically(path, content)
+    return found
+
+
+def stream_documents(
+    dataset: str, name: str | None, split: str, field: str, start: int, stop: int | None
+) -> Iterator[str]:
+    """Documents `start` to `stop` of a Hugging Face dataset, streamed.
+
+    Raises:
+        DataError: the `datasets` library is missing, the dataset cannot be reached, or its rows
+            have no text under `field`.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(
+            "Hugging Face data needs the datasets library: pip install -e .[language]"
+        ) from error
+    try:
+        rows = datasets.load_dataset(dataset, name=name, split=split, streaming=True)
+        for row in itertools.islice(rows, start, stop):
+            yield row[field]
+    except KeyError as error:
+        raise DataError(f"{dataset} has no field {field!r}; set data.text_field") from error
+    except (OSError, ValueError) as error:  # what the library raises for network and bad names
+        reason = str(error).partition("\n")[0]
+        raise DataError(
+            f"cannot read the dataset {dataset} ({reason}); check its name and the network"
+        ) from error
+
+
+def streamed_text(
+    dataset: str,
+    name: str | None,
+    split: str,
+    field: str,
+    start: int,
+    stop: int | None,
+    max_tokens: int | None,
+) -> Text:
+    """Documents `start` to `stop` of a Hugging Face dataset as a text of at most `max_tokens`.
+
+    A stream has no checksum: what it is asked for stands for its content.
+    """
+    place = (dataset, name, split, field, start, stop)
+    asked = json.dumps([*place, max_tokens])
+    return Text(
+        dataset,
+        hashlib.sha256(asked.encode()).hexdigest(),
+        lambda: ((True, document) for document in stream_documents(*place)),
+        max_tokens=max_tokens,
+    )
+
+
+def _blocks(span: Span) -> Iterator[bytes]:
+    """The bytes of a span, cut after a line where there are lines."""
+    with span.open() as file:
+        left = span.stop - span.start
+        while left > 0:
+            block = file.read(min(_CHUNK, left))
+            if not block:
+                raise DataError(f"{span.path} became shorter while it was read; run again")
+            left -= len(block)
+            # A line feed is where a tokenizer's words end; without one the cut falls anywhere.
+            rest = file.readline(min(_CHUNK, left)) if left else b""
+            left -= len(rest)
+            yield block + rest
+
+
+def _decode(span: Span) -> Iterator[tuple[bool, str]]:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    start, seen = True, span.start
+    for block in itertools.chain(_blocks(span), [b""]):
+        try:
+            text = decoder.decode(block, final=not block)
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{span.path} is not UTF-8 text (near byte {seen + error.start}); "
+                "convert it to UTF-8, or leave it out"
+            ) from error
+        if "\0" in text:
+            raise DataError(f"{span.path} is a binary file, not text; leave it out")
+        seen += len(block)
+        if text:
+            yield start, text
+            start = False
+
+
+def _character_start(span: Span, position: int) -> int:
+    with Span(span.path, position, span.stop).open() as file:
+        following = file.read(4)
+    # Bytes of the form 10xxxxxx continue a character; there are at most three in a row.
+    starts = (i for i, byte in enumerate(following) if byte & 0xC0 != 0x80)
+    skip = next(starts, len(following))
+    return min(position + skip, span.stop)

@@ -1,0 +1,344 @@
+"""Text for language models, as blocks of tokens from a memory-mapped token file.
+
+Shape legend: B batch, S block_size (positions that predict), N tokens of a text.
+
+A batch is one tensor, LongTensor [B, S + 1]: the model reads `batch[:, :-1]` and predicts
+`batch[:, 1:]`. In validation and test, -100 marks the places after the end of the text.
+"""
+
+import itertools
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import lightning as L
+import numpy as np
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+
+from ..batches import BatchLoader, trainer_position
+from ..errors import DataError
+from .corpus import (
+    Text,
+    download,
+    embedded,
+    find_files,
+    split_spans,
+    streamed_text,
+    text_of_spans,
+)
+from .token_file import TokenFile, open_or_build, write_atomically
+from .tokenizers import BPETokenizer, ByteTokenizer, Tokenizer, token_dtype
+
+IGNORED = -100  # a place that is no token: cross_entropy's default ignore_index
+
+Split = Literal["train", "val", "test"]
+_NAMES = {"train": "training", "val": "validation", "test": "test"}
+
+
+class TextData(L.LightningDataModule):
+    """Blocks of tokens for training, and whole texts for validation and test.
+
+    Training: the text is cut into non-overlapping blocks of `block_size` predictions, from an
+    offset that is drawn anew in each epoch; an epoch takes each block once, in random order, both a
+    pure function of (seed, epoch). Blocks that do not fill the last batch sit out.
+    Validation and test: consecutive blocks that predict every token but the first exactly once.
+
+    Args:
+        files: a text file, a folder of `.txt` files, or a list of these (UTF-8); null for the
+            Python language reference that CPython carries.
+        val_files: likewise; null for the last `val_fraction` of the text of `files`.
+        test_files: likewise; null to test on the validation text.
+        dataset: a public text to download in place of `files`.
+        val_fraction: share of the bytes of `files`, from their end, kept for validation.
+        tokenizer: `bytes`; `bpe` for a byte-level BPE trained on the training text; or the path of
+            a saved `tokenizer.json`.
+        vocab_size: of the BPE that is trained here.
+        block_size: tokens that a block predicts (the model's sequence length S).
+        batch_size: blocks in one optimisation step's batch, over all devices together.
+        eval_batch_size: likewise for validation and test; null for `batch_size`.
+        seed: of the order and the offsets.
+        cache_dir: where downloads, trained tokenizers and token files are kept.
+
+    Attributes:
+        tokenizer: the tokenizer object, once `setup` has run.
+
+    Raises:
+        DataError: (from `prepare_data` and `setup`) a file that is missing, empty or not UTF-8
+            text, or a text that is shorter than a block.
+    """
+
+    tokenizer: Tokenizer
+
+    def __init__(
+        self,
+        files: list[str] | str | None = None,
+        val_files: list[str] | str | None = None,
+        test_files: list[str] | str | None = None,
+        dataset: Literal["tinyshakespeare", "wikitext2"] | None = None,
+        val_fraction: float = 0.1,
+        tokenizer: str = "bytes",
+        vocab_size: int = 1024,
+        block_size: int = 128,
+        batch_size: int = 32,
+        eval_batch_size: int | None = None,
+        seed: int = 0,
+        cache_dir: str = "data_cache/text",
+    ) -> None:
+        super().__init__()
+        if files is not None and dataset is not None:
+            raise DataError("data.files and data.dataset exclude each other; set one of them")
+        if not 0 < val_fraction < 1:
+            raise DataError(f"data.val_fraction is {val_fraction}; it must lie between 0 and 1")
+        if block_size < 1:
+            raise DataError(f"data.block_size is {block_size}; it must be at least 1")
+        self.files, self.val_files, self.test_files = files, val_files, test_files
+        self.dataset, self.val_fraction = dataset, val_fraction
+        self.tokenizer_choice, self.vocab_size = tokenizer, vocab_size
+        self.block_size, self.batch_size = block_size, batch_size
+        self.eval_batch_size = batch_size if eval_batch_size is None else eval_batch_size
+        self.seed, self.cache_dir = seed, Path(cache_dir).expanduser()
+        self._files: dict[Split, TokenFile] = {}
+        self._offset = 0
+
+    def prepare_data(self) -> None:
+        """Download, train the tokenizer and write the token files, where not done before."""
+        self._open(check=True)
+
+    def setup(self, stage: str | None = None) -> None:
+        """Open the token files (and write them, should `prepare_data` not have run here)."""
+        if not self._files:
+            self._open(check=False)
+
+    def _open(self, check: bool) -> None:
+        texts = self._texts()
+        self.tokenizer = self._make_tokenizer(texts["train"])
+        for split, text in texts.items():
+            # A text of no bytes has no token file: say what is wrong rather than fail to build one.
+            count = 0
+            if text.size != 0:
+                self._files[split] = self._token_file(text, check)
+                count = len(self._files[split])
+            if count <= self.block_size:
+                more = f"give a longer text with data.{split}_files"
+                if split == "train":
+                    more = "give more training text"
+                elif self.val_files is None:
+                    more = f"raise data.val_fraction, or {more}"
+                raise DataError(
+                    f"the {_NAMES[split]} text, {text.name}, has {count} tokens and a block needs "
+                    f"{self.block_size + 1}; lower data.block_size or {more}"
+                )
+
+    def _texts(self) -> dict[Split, Text]:
+        """The texts by split; without test text, there is no `test`."""
+        train, val, test = self.files, self.val_files, self.test_files
+        if self.dataset is not None:
+            found = download(self.dataset, self.cache_dir)
+            train = str(found.get("train.txt", found.get("input.txt")))
+            val = val or (str(found["valid.txt"]) if "valid.txt" in found else None)
+            test = test or (str(found["test.txt"]) if "test.txt" in found else None)
+        spans = embedded() if train is None else find_files(train, "data.files")
+        name = "the embedded text" if train is None else str(train)
+        if val is None:
+            spans, val_spans = split_spans(spans, self.val_fraction)
+            val_name = f"the last {self.val_fraction:g} of {name}"
+        else:
+            val_spans, val_name = find_files(val, "data.val_files"), str(val)
+        texts = {
+            "train": text_of_spans(name, spans),
+            "val": text_of_spans(val_name, val_spans),
+        }
+        if test is not None:
+            texts["test"] = text_of_spans(str(test), find_files(test, "data.test_files"))
+        return texts
+
+    def _make_tokenizer(self, train: Text) -> Tokenizer:
+        if self.tokenizer_choice == "bytes":
+            return ByteTokenizer()
+        if self.tokenizer_choice != "bpe":
+            return BPETokenizer.load(self.tokenizer_choice)
+        stem = f"bpe-{self.vocab_size}-{train.fingerprint[:16]}"
+        for path in sorted(self.cache_dir.glob(f"{stem}-*.json")):
+            # A damaged file may well be a tokenizer still, but another one.
+            if path.stem == f"{stem}-{zlib.crc32(path.read_bytes()):08x}":
+                return BPETokenizer.load(path)
+            rank_zero_info(f"{path} is damaged: training the tokenizer again")
+        tokenizer = BPETokenizer.train(_first_bytes(train), self.vocab_size)
+        content = tokenizer.serialise().encode("utf-8")
+        write_atomically(self.cache_dir / f"{stem}-{zlib.crc32(content):08x}.json", content)
+        return tokenizer
+
+    def _token_file(self, text: Text, check: bool) -> TokenFile:
+        tokenizer = self.tokenizer
+        key = f"{text.fingerprint[:16]}-{tokenizer.fingerprint[:16]}"
+        return open_or_build(
+            self.cache_dir / f"tokens-{key}.bin",
+            text.fingerprint,
+            tokenizer.fingerprint,
+            token_dtype(tokenizer.vocab_size),
+            encode_text(text, tokenizer),
+            name=text.name,
+            total_bytes=text.size,
+            check=check,
+        )
+
+    def bytes_per_token(self, split: Split = "val") -> float:
+        """UTF-8 bytes per token of a split: bits per byte = nats per token / ln 2 / this."""
+        return self._split(split).bytes_per_token
+
+    def _split(self, split: Split) -> TokenFile:
+        return self._files.get(split, self._files["val"])
+
+    def train_dataloader(self) -> BatchLoader:
+        """Shuffled blocks, LongTensor [B, S + 1]."""
+        file = self._split("train")
+        # One block fewer than would fit leaves room for any offset below block_size.
+        blocks = max(1, (len(file) - self.block_size) // self.block_size)
+        room = min(self.block_size, len(file) - blocks * self.block_size)
+        return BatchLoader(
+            lambda index, local, generator: self._blocks(file, index[local], self._offset),
+            blocks,
+            self.batch_size,
+            shuffle=True,
+            seed=self.seed,
+            drop_last=blocks >= self.batch_size,
+            position=self._position(room),
+            **self._ranks(),
+        )
+
+    def val_dataloader(self) -> BatchLoader:
+        """Consecutive blocks of the validation text, [B, S + 1], -100 after its end."""
+        return self._eval_loader("val")
+
+    def test_dataloader(self) -> BatchLoader:
+        """Consecutive blocks of the test text, or of the validation text where there is none."""
+        return self._eval_loader("test")
+
+    def _eval_loader(self, split: Split) -> BatchLoader:
+        file = self._split(split)
+        return BatchLoader(
+            lambda index, local, generator: self._blocks(file, index[local], 0),
+            -(-(len(file) - 1) // self.block_size),
+            self.eval_batch_size,
+            shuffle=False,
+            seed=self.seed,
+            drop_last=False,
+            **self._ranks(),
+        )
+
+    def _blocks(self, file: TokenFile, index_B: Tensor, offset: int) -> Tensor:
+        """Blocks `index_B` of a text that starts at `offset`; they share their border tokens."""
+        place = index_B.numpy()[:, None] * self.block_size + offset + np.arange(self.block_size + 1)
+        tokens = file.tokens_N[np.minimum(place, len(file) - 1)].astype(np.int64)
+        return torch.from_numpy(np.where(place < len(file), tokens, IGNORED))
+
+    def _position(self, room: int) -> Callable[[], tuple[int, int]]:
+        """Where training stands, as (epoch, batch); draws the epoch's offset on the way."""
+        # Without a trainer, each pass over the loader is an epoch.
+        passes = ((epoch, 0) for epoch in itertools.count())
+        trained = None if self.trainer is None else trainer_position(self.trainer)
+
+        def position() -> tuple[int, int]:
+            epoch, batch = next(passes) if trained is None else trained()
+            self._offset = int(np.random.default_rng((self.seed, epoch)).integers(room))
+            return epoch, batch
+
+        return position
+
+    def _ranks(self) -> dict[str, int]:
+        if self.trainer is None:
+            return {}
+        return {"rank": self.trainer.global_rank, "world_size": self.trainer.world_size}
+
+
+class HuggingFaceText(TextData):
+    """Documents of a Hugging Face dataset, streamed once into the same token files as `TextData`.
+
+    Needs the optional `datasets` library and the network. The first `val_documents` documents are
+    the validation text, the following ones the training text. Documents are separated by the
+    tokenizer's end-of-text token, or by an empty line where it has none.
+
+    Args:
+        dataset: name of the dataset; the default is a sample of FineWeb-Edu (Penedo et al. 2024).
+        name: its configuration.
+        split: its split.
+        text_field: the column of the text.
+        max_tokens: training tokens to keep.
+        val_documents: documents for validation.
+        tokenizer: as in `TextData`; a BPE is trained on the first 16 MiB.
+        vocab_size: as in `TextData`.
+        block_size: as in `TextData`.
+        batch_size: as in `TextData`.
+        eval_batch_size: as in `TextData`.
+        seed: as in `TextData`.
+        cache_dir: as in `TextData`.
+    """
+
+    def __init__(
+        self,
+        dataset: str = "HuggingFaceFW/fineweb-edu",
+        name: str | None = "sample-10BT",
+        split: str = "train",
+        text_field: str = "text",
+        max_tokens: int = 100_000_000,
+        val_documents: int = 1000,
+        tokenizer: str = "bpe",
+        vocab_size: int = 32_000,
+        block_size: int = 1024,
+        batch_size: int = 32,
+        eval_batch_size: int | None = None,
+        seed: int = 0,
+        cache_dir: str = "data_cache/text",
+    ) -> None:
+        super().__init__(
+            tokenizer=tokenizer,
+            vocab_size=vocab_size,
+            block_size=block_size,
+            batch_size=batch_size,
+            eval_batch_size=eval_batch_size,
+            seed=seed,
+            cache_dir=cache_dir,
+        )
+        self.source = {"dataset": dataset, "name": name, "split": split, "field": text_field}
+        self.max_tokens, self.val_documents = max_tokens, val_documents
+
+    def _texts(self) -> dict[Split, Text]:
+        cut = self.val_documents
+        return {
+            "train": streamed_text(**self.source, start=cut, stop=None, max_tokens=self.max_tokens),
+            "val": streamed_text(**self.source, start=0, stop=cut, max_tokens=None),
+        }
+
+
+def encode_text(text: Text, tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int]]:
+    """Token ids of a text, piece by piece, with the UTF-8 bytes that they stand for.
+
+    Between documents stands the end-of-text token, or an empty line where there is none.
+    """
+    end = tokenizer.end_of_text
+    separator = tokenizer.encode("\n\n") if end is None else np.array([end])
+    left = text.max_tokens
+    for number, (starts_document, piece) in enumerate(text.chunks()):
+        ids, size = tokenizer.encode(piece), len(piece.encode("utf-8"))
+        if starts_document and number:
+            ids, size = np.concatenate((separator, ids)), size + (2 if end is None else 0)
+        if left is not None:
+            if len(ids) > left:
+                ids = ids[:left]
+                size = len(tokenizer.decode(ids).encode("utf-8"))
+            left -= len(ids)
+        yield ids, size
+        if left == 0:
+            return
+
+
+def _first_bytes(text: Text, limit: int = 1 << 24) -> Iterator[str]:
+    """The first `limit` bytes or so of a text: enough to train a tokenizer."""
+    for _, piece in text.chunks():
+        yield piece
+        limit -= len(piece)
+        if limit <= 0:
+            return

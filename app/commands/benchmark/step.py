@@ -320,7 +320,7 @@ def _build(plan: Plan, method: str, device: torch.device, folder: Path) -> App:
         f"--trainer.accelerator={device.type}",
         "--trainer.devices=1",
         f"--trainer.precision={'bf16-mixed' if plan.dtype == 'bf16' else '32-true'}",
-        "--data=app.benchmark.images.RandomImages",
+        "--data=app.commands.benchmark.images.RandomImages",
         f"--data.batch_size={plan.batch_size}",
         f"--data.image_size={network['image_size']}",
         f"--data.channels={network.get('channels', 3)}",

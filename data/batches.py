@@ -8,6 +8,7 @@ processes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,14 @@ def trainer_position(trainer: Any) -> Callable[[], tuple[int, int]]:
     return lambda: (trainer.current_epoch, progress.current.ready)
 
 
+def processes(trainer: Any) -> dict[str, int]:
+    """Rank of this process and number of processes, as `BatchLoader` wants them."""
+    if trainer is None:
+        return {}
+    return {"rank": trainer.global_rank, "world_size": trainer.world_size}
+
+
+@dataclass(eq=False)
 class BatchLoader:
     """A sized iterable of batches, to hand to Lightning in place of a DataLoader.
 
@@ -63,66 +72,57 @@ class BatchLoader:
             few samples for one batch.
     """
 
-    def __init__(
-        self,
-        make_batch: Callable[[torch.Tensor, slice, torch.Generator], Any],
-        num_samples: int,
-        batch_size: int,
-        *,
-        shuffle: bool,
-        seed: int,
-        drop_last: bool,
-        position: Callable[[], tuple[int, int]] | None = None,
-        rank: int = 0,
-        world_size: int = 1,
-    ):
-        if batch_size < 1 or batch_size % world_size:
+    make_batch: Callable[[torch.Tensor, slice, torch.Generator], Any]
+    num_samples: int
+    batch_size: int
+    _: KW_ONLY
+    shuffle: bool
+    seed: int
+    drop_last: bool
+    position: Callable[[], tuple[int, int]] | None = None
+    rank: int = 0
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1 or self.batch_size % self.world_size:
             raise DataError(
-                f"batch_size={batch_size} must be a positive multiple of the number of processes, "
-                f"{world_size}: it counts the samples of all processes together"
+                f"batch_size={self.batch_size} must be a positive multiple of the number of "
+                f"processes, {self.world_size}: it counts the samples of all processes together"
             )
-        if drop_last and num_samples < batch_size:
+        if self.drop_last and self.num_samples < self.batch_size:
+            most = self.num_samples // self.world_size * self.world_size
             raise DataError(
-                f"batch_size={batch_size} is larger than the dataset of {num_samples} samples: "
-                f"set it to {num_samples // world_size * world_size} or less"
+                f"batch_size={self.batch_size} is larger than the dataset of {self.num_samples} "
+                f"samples: set it to {most} or less"
             )
-        if num_samples < world_size:
+        if self.num_samples < self.world_size:
             raise DataError(
-                f"the dataset has {num_samples} samples for {world_size} processes: "
+                f"the dataset has {self.num_samples} samples for {self.world_size} processes: "
                 f"use fewer devices or more data"
             )
-        if seed < 0:
-            raise DataError(f"seed={seed} must not be negative")
-        self._make_batch = make_batch
-        self._num_samples = num_samples
-        self._batch_size = batch_size
-        self._shuffle = shuffle
-        self._seed = seed
-        self._drop_last = drop_last
-        self._position = position
-        self._rank = rank
-        self._world_size = world_size
+        if self.seed < 0:
+            raise DataError(f"seed={self.seed} must not be negative")
         self._next_epoch = 0
 
     def __len__(self) -> int:
         """Number of batches in an epoch, the same on every process."""
-        full, rest = divmod(self._num_samples, self._batch_size)
-        if self._drop_last:
+        full, rest = divmod(self.num_samples, self.batch_size)
+        if self.drop_last:
             return full
         # A rest too small to give every process a sample joins the batch before it.
-        return full + (rest >= self._world_size or (rest > 0 and full == 0))
+        return full + (rest >= self.world_size or (rest > 0 and full == 0))
 
     def __iter__(self) -> Iterator[Any]:
-        if self._position is None:
+        if self.position is None:
             epoch, first = self._next_epoch, 0
             self._next_epoch += 1
         else:
-            epoch, first = self._position()
+            epoch, first = self.position()
         order = self._order(epoch)
         for batch in range(first, len(self)):
             indices = order[self._span(batch)]
-            generator = seeded_generator(_BATCH, self._seed, epoch, batch)
-            yield self._make_batch(indices, self._share(len(indices)), generator)
+            generator = seeded_generator(_BATCH, self.seed, epoch, batch)
+            yield self.make_batch(indices, self._share(len(indices)), generator)
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing: the position is the trainer's. Tells Lightning that resuming is exact."""
@@ -132,18 +132,31 @@ class BatchLoader:
         """Accept what `state_dict` returned."""
 
     def _order(self, epoch: int) -> torch.Tensor:
-        if not self._shuffle:
-            return torch.arange(self._num_samples)
-        generator = seeded_generator(_ORDER, self._seed, epoch)
-        return torch.randperm(self._num_samples, generator=generator)
+        if not self.shuffle:
+            return torch.arange(self.num_samples)
+        generator = seeded_generator(_ORDER, self.seed, epoch)
+        return torch.randperm(self.num_samples, generator=generator)
 
     def _span(self, batch: int) -> slice:
-        start = batch * self._batch_size
-        is_rest = batch == len(self) - 1 and not self._drop_last
-        return slice(start, self._num_samples if is_rest else start + self._batch_size)
+        start = batch * self.batch_size
+        is_rest = batch == len(self) - 1 and not self.drop_last
+        return slice(start, self.num_samples if is_rest else start + self.batch_size)
 
     def _share(self, size: int) -> slice:
         """This process's part of a batch of `size` samples."""
-        return slice(
-            self._rank * size // self._world_size, (self._rank + 1) * size // self._world_size
-        )
+        return slice(self.rank * size // self.world_size, (self.rank + 1) * size // self.world_size)
+
+
+def ordered_loader(
+    make_batch: Callable[[torch.Tensor, slice, torch.Generator], Any],
+    num_samples: int,
+    batch_size: int,
+    trainer: Any,
+) -> BatchLoader:
+    """All samples in order, for evaluation; `batch_size` is rounded up to suit the processes."""
+    shares = processes(trainer)
+    world_size = shares.get("world_size", 1)
+    batch_size = -(-batch_size // world_size) * world_size
+    return BatchLoader(
+        make_batch, num_samples, batch_size, shuffle=False, seed=0, drop_last=False, **shares
+    )

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import http.client
+import filecmp
 import io
 import json
 import os
 import re
-import struct
 import sys
-import tarfile
 import tempfile
-import zipfile
-import zlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from PIL import Image, ImageOps
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor
-from torchvision.datasets.utils import check_integrity, download_url, extract_archive
+from torchvision.datasets.utils import check_integrity, download_and_extract_archive
 from torchvision.transforms.v2 import functional as tv
 
 from ..errors import DataError
@@ -101,56 +99,59 @@ def decode_images(
     Raises:
         DataError: If an image cannot be decoded or has another size than the first.
     """
-    pixels_NCHW: np.ndarray | None = None
+    pixels_NHWC: np.ndarray | None = None
+    transparent = 0
     for i, source in enumerate(_progress(sources)):
-        pixels_CHW = _decode(source, names[i], image_size).transpose(2, 0, 1)
-        if pixels_NCHW is None:
-            pixels_NCHW = np.empty((len(sources), *pixels_CHW.shape), np.uint8)
-        if pixels_CHW.shape != pixels_NCHW.shape[1:]:
-            height, width = pixels_CHW.shape[1:]
-            first_height, first_width = pixels_NCHW.shape[2:]
+        image, on_white = _decode(source, names[i])
+        transparent += on_white
+        if image_size is not None and image.size != (image_size, image_size):
+            image = ImageOps.fit(image, (image_size, image_size), Image.Resampling.BILINEAR)
+        if pixels_NHWC is None:
+            pixels_NHWC = np.empty((len(sources), image.height, image.width, 3), np.uint8)
+        first_height, first_width = pixels_NHWC.shape[1:3]
+        if image.size != (first_width, first_height):
             raise DataError(
-                f"{names[i]}: this image is {width}x{height}, {names[0]} is "
+                f"{names[i]}: this image is {image.width}x{image.height}, {names[0]} is "
                 f"{first_width}x{first_height}; set --data.image_size to bring all to one size"
             )
-        pixels_NCHW[i] = pixels_CHW
-    assert pixels_NCHW is not None, "no images to decode"
-    return torch.from_numpy(pixels_NCHW)
+        pixels_NHWC[i] = np.asarray(image)
+    assert pixels_NHWC is not None, "no images to decode"
+    if transparent:
+        rank_zero_info(
+            f"{names[0]} and those with it: {transparent} of {len(names)} images have transparent "
+            f"parts, which are read as white"
+        )
+    return torch.from_numpy(pixels_NHWC).permute(0, 3, 1, 2).contiguous()
 
 
-def _decode(source: Path | bytes, name: str, image_size: int | None) -> np.ndarray:
+def _decode(source: Path | bytes, name: str) -> tuple[Image.Image, bool]:
+    """An image as RGB, and whether parts of it are transparent."""
     try:
         content = source if isinstance(source, bytes) else source.read_bytes()
-        if content.startswith(_PNG):
-            _check_png(content)
         with Image.open(io.BytesIO(content)) as image:
-            image = image.convert("RGB")
+            image.verify()  # a PNG's checksums, which decoders leave out for the pixels
+        with Image.open(io.BytesIO(content)) as image:
+            ImageOps.exif_transpose(image, in_place=True)
+            return _to_rgb(image)
     except Exception as error:  # decoders raise OSError, SyntaxError, struct.error and more
         raise DataError(
             f"{name}: this image cannot be decoded ({error}); replace or remove it"
         ) from error
-    if image_size is not None and image.size != (image_size, image_size):
-        image = ImageOps.fit(image, (image_size, image_size), Image.Resampling.BILINEAR)
-    return np.asarray(image)
 
 
-_PNG = b"\x89PNG\r\n\x1a\n"
-
-
-def _check_png(content: bytes) -> None:
-    """Compares the checksums of a PNG's chunks, which decoders leave out for the pixels.
-
-    Raises:
-        ValueError: if one is wrong or the file ends too early.
-    """
-    at, kind = len(_PNG), b""
-    while kind != b"IEND":
-        size, kind = struct.unpack(">I4s", content[at : at + 8])
-        end = at + 8 + size
-        (checksum,) = struct.unpack(">I", content[end : end + 4])
-        if zlib.crc32(content[at + 4 : end]) != checksum:
-            raise ValueError("its checksum is wrong")
-        at = end + 4
+def _to_rgb(image: Image.Image) -> tuple[Image.Image, bool]:
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
+        # Pillow's conversion would clip at 255.
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB"), False
+    if image.mode in ("I", "F"):
+        raise ValueError("its pixels are 32-bit numbers of unknown range; save it with 8 bits")
+    if not image.has_transparency_data:
+        return image.convert("RGB"), False
+    image = image.convert("RGBA")
+    if image.getextrema()[3][0] == 255:
+        return image.convert("RGB"), False
+    white = Image.new("RGBA", image.size, "white")
+    return Image.alpha_composite(white, image).convert("RGB"), True
 
 
 def _progress(sources: Sequence[Path | bytes]) -> Iterable[Path | bytes]:
@@ -178,36 +179,70 @@ def list_classes(folder: Path) -> list[str]:
         DataError: If there is no such folder, or none in it.
     """
     if not folder.is_dir():
-        raise DataError(f"{folder}: no such folder; it must hold one folder of images a class")
-    names = sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name[0] != ".")
+        raise DataError(f"{folder}: no such folder; it must hold a folder of images for each class")
+    names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not _hidden(path))
     if not names:
         raise DataError(f"{folder}: no class folders here; put each class's images into its own")
     return names
 
 
-def find_images(folder: Path) -> list[Path]:
-    """Return all image files in `folder`, at any depth, sorted.
+def _hidden(path: Path) -> bool:
+    """Whether a file or folder is one that a system leaves behind, such as macOS's ._name.jpg."""
+    return path.name[0] == "." or path.name == "__MACOSX"
+
+
+def find_images(folder: Path, passed_over: Counter[str]) -> list[Path]:
+    """Return all image files in `folder`, at any depth, sorted. Links are followed.
+
+    Args:
+        folder: Where to look.
+        passed_over: Counts, by kind, the files that are no images.
 
     Raises:
         DataError: If there is no such folder, or no image in it.
     """
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder; give the path of a folder of images")
-    files = sorted(
-        path
-        for path in folder.rglob("*")
-        if path.suffix.lower() in SUFFIXES and path.name[0] != "."  # macOS leaves ._name.jpg
-    )
-    if not files:
+    found, seen = [], set()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        # A link to a folder above would go round in circles.
+        if os.path.realpath(place) in seen:
+            folders.clear()
+            continue
+        seen.add(os.path.realpath(place))
+        passed_over["__MACOSX"] += folders.count("__MACOSX")
+        folders[:] = [name for name in folders if name != "__MACOSX"]
+        for path in (Path(place, name) for name in names):
+            if kind := _not_an_image(path):
+                passed_over[kind] += 1
+            else:
+                found.append(path)
+    if not found:
         raise DataError(f"{folder}: no images here; expected files such as .png or .jpg")
-    return files
+    return sorted(found)
+
+
+def _not_an_image(path: Path) -> str | None:
+    """What kind of file this is if it is no image; a pipe must never be opened."""
+    if _hidden(path):
+        return "hidden"
+    if not path.is_file():
+        return "no regular file"
+    suffix = path.suffix.lower()
+    return None if suffix in SUFFIXES else suffix or "without suffix"
+
+
+def _say_passed_over(folder: Path, passed_over: Counter[str]) -> None:
+    if total := passed_over.total():
+        kinds = ", ".join(f"{count} {kind}" for kind, count in passed_over.most_common() if count)
+        rank_zero_info(f"{folder}: passed over {total} files that are no images: {kinds}")
 
 
 def read_class_folders(folder: Path, class_names: list[str], image_size: int | None) -> ImageSet:
     """Read folder/<class>/**/<image>.
 
     Args:
-        folder: Holds one folder a class.
+        folder: Holds a folder for each class.
         class_names: All classes in the order of their labels; some may be absent here.
         image_size: See `decode_images`.
 
@@ -215,18 +250,21 @@ def read_class_folders(folder: Path, class_names: list[str], image_size: int | N
         DataError: If a folder is not a class or has no images, or an image is unreadable.
     """
     files, labels = [], []
+    passed_over = Counter(
+        _not_an_image(path) or "outside the class folders"
+        for path in folder.iterdir()
+        if not path.is_dir()
+    )
     for name in list_classes(folder):
         if name not in class_names:
             raise DataError(
                 f"{folder / name}: there is no class {name!r} in the training set; "
                 f"rename the folder or add training images of it"
             )
-        found = find_images(folder / name)
+        found = find_images(folder / name, passed_over)
         files += found
         labels += [class_names.index(name)] * len(found)
-    images = decode_images(files, [str(file) for file in files], image_size)
-    names = [file.relative_to(folder).as_posix() for file in files]
-    return ImageSet(images, torch.tensor(labels), names)
+    return _read_files(folder, files, labels, passed_over, image_size)
 
 
 def read_unlabelled(folder: Path, image_size: int | None) -> ImageSet:
@@ -235,27 +273,57 @@ def read_unlabelled(folder: Path, image_size: int | None) -> ImageSet:
     Raises:
         DataError: If there are no images or one is unreadable.
     """
-    files = find_images(folder)
+    passed_over: Counter[str] = Counter()
+    files = find_images(folder, passed_over)
+    return _read_files(folder, files, [-1] * len(files), passed_over, image_size)
+
+
+def _read_files(
+    folder: Path,
+    files: list[Path],
+    labels: list[int],
+    passed_over: Counter[str],
+    image_size: int | None,
+) -> ImageSet:
+    _say_passed_over(folder, passed_over)
     images = decode_images(files, [str(file) for file in files], image_size)
     names = [file.relative_to(folder).as_posix() for file in files]
-    return ImageSet(images, torch.full((len(files),), -1), names)
+    return ImageSet(images, torch.tensor(labels), names)
 
 
 # ---- Hugging Face parquet
+
+
+def has_parquet(root: Path, *splits: str) -> bool:
+    """Whether `root`, or a folder in it, holds parquet files of one of these splits."""
+    return any(_parquet_files(root, split) for split in splits)
+
+
+def _parquet_files(root: Path, split: str) -> list[Path]:
+    name = f"{split}-*.parquet"
+    return sorted(path for path in (*root.glob(name), *root.glob(f"*/{name}")) if path.is_file())
 
 
 def find_parquet(root: Path, split: str) -> list[Path]:
     """Return the parquet files of a split, `<split>-*.parquet` in root or a folder in it, sorted.
 
     Raises:
-        DataError: If the files' numbering (00000-of-00002) says that some are missing.
+        DataError: If there are none, two are the same or lie in different folders, or the files'
+            numbering (00000-of-00002) says that some are missing.
     """
-    files = sorted(root.glob(f"{split}-*.parquet")) or sorted(root.glob(f"*/{split}-*.parquet"))
-    totals = [re.search(r"-of-(\d+)\.parquet$", file.name) for file in files]
-    if files and totals[0] and len(files) != int(totals[0][1]):
+    files = _parquet_files(root, split)
+    if not files:
+        raise DataError(f"{root}: no {split}-*.parquet here; copy it to the other parquet files")
+    for one, other in combinations(files, 2):
+        if one.parent != other.parent or filecmp.cmp(one, other, shallow=False):
+            raise DataError(
+                f"{other}: the images would count twice, as there is {one} too; remove one of them"
+            )
+    total = re.search(r"-of-(\d+)", files[0].name)
+    if total and len(files) != int(total[1]):
         raise DataError(
-            f"{files[0]}: {len(files)} of {int(totals[0][1])} parts of this split are here; "
-            f"copy the missing {split}-*.parquet files to the same folder"
+            f"{files[0]}: {len(files)} of {int(total[1])} parts of this split are here; "
+            f"copy the missing {split}-*.parquet files to the same folder, remove what is too many"
         )
     return files
 
@@ -311,12 +379,13 @@ def _read_columns(file: Path) -> tuple[list[dict | None], list[int | None]]:
     """Read the image column and the label column of one file."""
     try:
         schema = pq.read_schema(file)
-        image = next((name for name in ("img", "image") if name in schema.names), None)
-        if image is None or "label" not in schema.names:
+        found = [name for name in ("img", "image") if name in schema.names]
+        if len(found) != 1 or "label" not in schema.names:
             raise DataError(
                 f"{file}: the columns are {', '.join(schema.names)}; "
-                f"expected 'img' or 'image', and 'label'"
+                f"expected either 'img' or 'image', and 'label'"
             )
+        (image,) = found
         kind = schema.field(image).type
         if not pa.types.is_struct(kind) or kind.get_field_index("bytes") < 0:
             raise DataError(f"{file}: column {image!r} is {kind}; expected a struct with 'bytes'")
@@ -337,42 +406,38 @@ def _unreadable(file: Path, error: Exception) -> DataError:
 # ---- archives
 
 
-def fetch_archive(url: str, md5: str, root: Path, folder: str, download: bool) -> None:
-    """Extract `folder` from an archive in root, after downloading the archive if need be.
+def fetch_archive(url: str, md5: str, folder: Path, download: bool) -> None:
+    """Extract a folder from an archive beside it, after downloading the archive if need be.
 
-    Nothing is downloaded into a folder that holds anything else: it is not the place meant.
-
-    The folder appears in one step when it is complete, so an interrupted run leaves no half of it.
+    Nothing is downloaded into a place that holds anything else: it is not the place meant. The
+    folder appears in one step when it is complete, so an interrupted run leaves no half of it.
 
     Args:
         url: Its last part is the archive's file name.
         md5: Checksum of the archive.
-        root: Where the archive and the folder go.
-        folder: The archive's top-level folder.
+        folder: The archive's top-level folder, which is to appear.
         download: Whether downloading is allowed.
 
     Raises:
         DataError: If the archive is not there and may not be downloaded, or fetching it fails.
     """
+    root = folder.parent
     archive = root / url.rsplit("/", 1)[1]
     try:
         others = root.exists() and any(p.name[0] != "." and p != archive for p in root.iterdir())
-        if not check_integrity(archive, md5):
+        if (others or not download) and not check_integrity(archive, md5):
             state = "this file is damaged" if archive.exists() else "this file is not there"
-            if others or not download:
-                raise DataError(
-                    f"{archive}: {state}, nor is the dataset in another layout; point --data.root "
-                    f"to the dataset, or to an empty folder with --data.download true"
-                )
-            root.mkdir(parents=True, exist_ok=True)
-            download_url(url, root, md5=md5)
+            raise DataError(
+                f"{archive}: {state}, nor is the dataset in another layout; point --data.root "
+                f"to the dataset, or to an empty folder with --data.download true"
+            )
+        root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=root, prefix=".extract-") as partial:
-            extract_archive(archive, partial)
-            os.replace(Path(partial) / folder, root / folder)
-    except (
-        OSError, RuntimeError, EOFError,
-        http.client.HTTPException, zipfile.BadZipFile, tarfile.TarError,
-    ) as error:  # fmt: skip
+            download_and_extract_archive(url, root, partial, md5=md5)
+            os.replace(Path(partial) / folder.name, folder)
+    except DataError:
+        raise
+    except Exception as error:  # of the network, the file system and three kinds of archive
         raise DataError(
             f"{archive}: fetching this from {url} failed ({error}); "
             f"put the file here by other means, or point --data.root to a copy of the dataset"

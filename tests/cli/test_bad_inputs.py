@@ -129,6 +129,12 @@ def parquet(folder: Path, labels=(0, 1), column: str = "img", cut: int = 0, imag
             path.write_bytes(path.read_bytes()[:-cut])
 
 
+def twice(folder: Path) -> None:
+    parquet(folder)
+    path = folder / "images" / "train-0.parquet"
+    path.with_name("train-1.parquet").write_bytes(path.read_bytes())
+
+
 def IMAGE():
     import pyarrow as pa
 
@@ -411,6 +417,7 @@ CASES = [
     option("--trainer.devices=0", "trainer.devices must be a number from 1, or auto"),
     option("--seed_everything=-4", "seed_everything is -4; it must lie between 0 and 4294967295"),
     option("--name=../other", "name: '../other' is no name for a folder in FOLDER/runs"),
+    option("--data.batch_size=0", "--data.batch_size is 0; it must be 1 or more"),
     option(
         "--data.batch_size=5000",
         "batch_size=5000 is larger than the dataset of 1438 samples: set it to 1438 or less",
@@ -423,7 +430,7 @@ CASES = [
     # ---- images
     images(
         "a folder of images that does not exist",
-        "FOLDER/images/train: no such folder; it must hold one folder of images a class",
+        "FOLDER/images/train: no such folder; it must hold a folder of images for each class",
         nothing,
         data="ImageFolderData",
     ),
@@ -482,9 +489,15 @@ CASES = [
     ),
     images(
         "other columns in a parquet file",
-        "FOLDER/images/train-0.parquet: the columns are picture, label; expected 'img' or "
-        "'image', and 'label'",
+        "FOLDER/images/train-0.parquet: the columns are picture, label; expected either "
+        "'img' or 'image', and 'label'",
         partial(parquet, column="picture"),
+    ),
+    images(
+        "a copy of a parquet file beside it",
+        "FOLDER/images/train-1.parquet: the images would count twice, as there is "
+        "FOLDER/images/train-0.parquet too; remove one of them",
+        twice,
     ),
     images(
         "a parquet file without rows",
@@ -807,11 +820,11 @@ def table() -> str:
     lines += [
         "## What can't be noticed",
         "",
-        "Checkpoints, exports, token files, trained tokenizers and PNG images carry checksums, and",
-        "damage to them is noticed. Parquet files are checked where they were written with page",
-        "checksums. Nothing can tell a flipped bit in a label of a parquet file without them that",
-        "stays within the range, in a JPEG, in the unpacked python version of CIFAR-10, in a",
-        "letter of a text or in a digit of a CSV file.",
+        "Checkpoints, exports, token files, trained tokenizers and PNG images carry checksums, as",
+        "does the published CIFAR-10, and damage to them is noticed. Parquet files are checked",
+        "where they were written with page checksums. Nothing can tell a flipped bit in a label of",
+        "a parquet file without them that stays within the range, in a JPEG, in a letter of a text",
+        "or in a digit of a CSV file.",
         "",
     ]
     return "\n".join(lines)

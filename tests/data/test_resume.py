@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from data.images.module import DigitsData
+from data import DigitsData
 
 EPOCHS, BATCHES = 3, 4
 

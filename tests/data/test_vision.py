@@ -3,10 +3,13 @@
 import hashlib
 import io
 import json
+import os
 import pickle
 import shutil
+import struct
 import threading
 import zipfile
+import zlib
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
@@ -17,15 +20,12 @@ import pytest
 import torch
 from jsonargparse import ArgumentParser
 from PIL import Image
+from torchvision.datasets import CIFAR10
 
+from data import CIFAR10Data, DigitsData, ImageData, ImageFolderData, TinyImageNetData
 from data.errors import DataError
-from data.images.module import (
-    CIFAR10Data,
-    DigitsData,
-    ImageFolderData,
-    TinyImageNetData,
-    stratified_split,
-)
+from data.images.module import stratified_split
+from data.images.reading import ImageSet, decode_images
 
 WNIDS = ["n01443537", "n01629819", "n02124075"]
 
@@ -263,45 +263,54 @@ def test_cifar_parquet_in_a_subfolder_in_parts_and_jpeg(tmp_path):
     fails(CIFAR10Data(str(tmp_path)), "1 of 2 parts", "train-00000-of-00002.parquet")
 
 
-def write_pickles(root, n=4, label=lambda i: i % 10):
-    folder = root / "cifar-10-batches-py"
-    folder.mkdir(parents=True)
-    for seed, name in enumerate([*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]):
-        content = {
-            "data": pixels(n, seed=seed).transpose(0, 3, 1, 2).reshape(n, -1),
-            "labels": [label(i) for i in range(n)],
-            "filenames": [f"{name}_{i}.png" for i in range(n)],
-        }
-        (folder / name).write_bytes(pickle.dumps(content, protocol=2))
-    return folder
-
-
-def test_cifar_pickles(tmp_path):
-    write_pickles(tmp_path)
-    data = ready(CIFAR10Data(str(tmp_path)))
-    assert np.array_equal(stored(data, "train")[4:8], pixels(4, seed=1))
-    assert np.array_equal(stored(data, "test"), pixels(4, seed=5))
-    assert data.predict_names[2] == "test_batch_2.png"
-    assert ready(CIFAR10Data(str(tmp_path), image_size=16)).image_shape == (3, 16, 16)
-
-
 class Malicious:
     def __reduce__(self):
         return print, ("ran",)
 
 
-def test_cifar_pickles_broken(tmp_path, capsys):
-    folder = write_pickles(tmp_path / "a")
-    file = folder / "data_batch_3"
-    file.write_bytes(file.read_bytes()[:100])
-    fails(CIFAR10Data(str(tmp_path / "a")), file, "remove")
-    file.unlink()
-    fails(CIFAR10Data(str(tmp_path / "a")), file, "remove")
+@pytest.fixture
+def published(tmp_path, monkeypatch):
+    """A small copy of the published python version, whose checksums torchvision is told."""
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+
+    def write(name, content):
+        (folder / name).write_bytes(pickle.dumps(content, protocol=2))
+        return [name, hashlib.md5((folder / name).read_bytes()).hexdigest()]
+
+    batches = [
+        write(
+            name,
+            {
+                "data": pixels(4, seed=seed).transpose(0, 3, 1, 2).reshape(4, -1),
+                "labels": [0, 1, 2, 3],
+            },
+        )
+        for seed, name in enumerate([*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"])
+    ]
+    name, md5 = write("batches.meta", {"label_names": CIFAR10Data().class_names})
+    monkeypatch.setattr(CIFAR10, "train_list", batches[:5])
+    monkeypatch.setattr(CIFAR10, "test_list", batches[5:])
+    monkeypatch.setattr(CIFAR10, "meta", {"filename": name, "key": "label_names", "md5": md5})
+    return folder
+
+
+def test_cifar_published(tmp_path, published):
+    data = ready(CIFAR10Data(str(tmp_path)))
+    assert np.array_equal(stored(data, "train")[4:8], pixels(4, seed=1))
+    assert np.array_equal(stored(data, "test"), pixels(4, seed=5))
+    assert data._split("train").labels.tolist() == [0, 1, 2, 3] * 5
+    assert data.predict_names[2] == "test image 2"
+    assert ready(CIFAR10Data(str(tmp_path), image_size=16)).image_shape == (3, 16, 16)
+
+
+def test_cifar_published_and_changed(tmp_path, published, capsys):
+    file = published / "data_batch_3"
     file.write_bytes(pickle.dumps(Malicious()))
-    fails(CIFAR10Data(str(tmp_path / "a")), file, "print")
+    fails(CIFAR10Data(str(tmp_path)), published, "not as it was published", "remove")
     assert "ran" not in capsys.readouterr().out
-    write_pickles(tmp_path / "b", label=lambda i: i + 8)
-    fails(CIFAR10Data(str(tmp_path / "b")), "data_batch_1 row 2", "label 10", "0 to 9")
+    file.unlink()
+    fails(CIFAR10Data(str(tmp_path)), published, "missing", "remove")
 
 
 def test_cifar_folders(tmp_path):
@@ -320,10 +329,10 @@ def test_cifar_missing(tmp_path, monkeypatch):
     with pytest.raises(DataError, match="no CIFAR-10 here"):
         CIFAR10Data(str(missing)).setup("fit")
 
-    def offline(url, root, md5):
+    def offline(*_, **__):
         raise OSError("no network\nat all")
 
-    monkeypatch.setattr("data.images.reading.download_url", offline)
+    monkeypatch.setattr("data.images.reading.download_and_extract_archive", offline)
     fails(CIFAR10Data(str(missing)), "cifar-10-python.tar.gz", "no network", "--data.root")
     (tmp_path / "thesis.txt").touch()
     fails(CIFAR10Data(str(tmp_path)), tmp_path, "empty folder")
@@ -394,6 +403,105 @@ def test_data_is_read_once(tmp_path):
     shutil.rmtree(tmp_path)
     data.setup("validate")
     assert len(list(data.val_dataloader())) == 1
+
+
+@pytest.mark.parametrize(
+    ("copy", "words"),
+    [
+        ("train-00000-of-00001 (1).parquet", "would count twice"),
+        ("train-copy.parquet", "would count twice"),
+        ("default/train-00000-of-00001.parquet", "would count twice"),
+    ],
+)
+def test_a_parquet_file_that_is_there_twice(tmp_path, copy, words):
+    cifar_parquet(tmp_path)
+    (tmp_path / copy).parent.mkdir(exist_ok=True)
+    shutil.copy(tmp_path / "train-00000-of-00001.parquet", tmp_path / copy)
+    fails(CIFAR10Data(str(tmp_path)), words, "remove one")
+    write_parquet(tmp_path / copy, pixels(3, seed=5), [0, 1, 2])
+    fails(CIFAR10Data(str(tmp_path)), "remove")
+
+
+def test_two_columns_of_images(tmp_path):
+    cifar_parquet(tmp_path)
+    file = tmp_path / "train-00000-of-00001.parquet"
+    cells = [{"bytes": encode(image), "path": None} for image in pixels(2)]
+    pq.write_table(pa.table({"img": cells, "image": cells[::-1], "label": [0, 1]}), file)
+    fails(CIFAR10Data(str(tmp_path)), file, "img, image, label", "either")
+
+
+# ---- kinds of images
+
+
+def decoded(image, kind="PNG", **options):
+    """The pixels [H, W, 3] that are read of a Pillow image saved as `kind`."""
+    stream = io.BytesIO()
+    image.save(stream, kind, **options)
+    return decode_images([stream.getvalue()], ["a"], None)[0].permute(1, 2, 0).numpy()
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+def test_grey_of_16_bits(kind):
+    ramp = np.arange(65536, dtype=np.uint16).reshape(256, 256)
+    read = decoded(Image.fromarray(ramp), kind)
+    assert read.mean() == 127.5 and len(np.unique(read)) == 256
+    assert (np.diff(read[..., 0].flatten().astype(int)) >= 0).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int32])
+def test_pixels_of_unknown_range(dtype):
+    with pytest.raises(DataError, match="32-bit numbers of unknown range"):
+        decoded(Image.fromarray(np.ones((4, 4), dtype)), "TIFF")
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "RGB"])
+def test_transparent_parts_are_white(mode, caplog):
+    image = Image.fromarray(np.full((2, 2, 3), 90, np.uint8))
+    options = {}
+    if mode == "RGB":
+        image.putpixel((0, 0), (1, 2, 3))
+        options["transparency"] = (1, 2, 3)
+    else:
+        image.putalpha(Image.fromarray(np.array([[0, 255], [255, 255]], np.uint8)))
+        image = image.convert(mode)
+    with caplog.at_level("INFO"):
+        read = decoded(image, **options)
+    expected = np.full((2, 2, 3), 90)
+    expected[0, 0] = 255
+    assert np.array_equal(read, expected)
+    assert "1 of 1 images have transparent parts" in caplog.text
+
+
+def test_full_opacity_changes_nothing(caplog):
+    image = Image.fromarray(pixels(1)[0]).convert("RGBA")
+    with caplog.at_level("INFO"):
+        assert np.array_equal(decoded(image), pixels(1)[0])
+    assert not caplog.text
+
+
+def test_other_modes():
+    red = Image.new("RGB", (8, 8), (255, 0, 0))
+    for image, kind in ((red.convert("P"), "PNG"), (red.convert("CMYK"), "TIFF")):
+        assert (decoded(image, kind) == (255, 0, 0)).all()
+    assert abs(decoded(red.convert("CMYK"), "JPEG").astype(int) - (255, 0, 0)).max() < 5
+
+
+def test_orientation_is_applied():
+    exif = Image.Exif()
+    exif[0x0112] = 6  # a quarter turn clockwise
+    read = decoded(Image.fromarray(pixels(1)[0][:20]), exif=exif)
+    assert np.array_equal(read, np.rot90(pixels(1)[0][:20], -1))
+
+
+def test_an_image_of_a_billion_pixels():
+    def chunk(kind, content):
+        sum_ = zlib.crc32(kind + content)
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", sum_)
+
+    header = struct.pack(">IIBBBBB", 100_000, 10_000, 8, 2, 0, 0, 0)
+    bomb = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
+    with pytest.raises(DataError, match=r"^big.png: .*1000000000 pixels.*remove it$"):
+        decode_images([bomb], ["big.png"], None)
 
 
 # ---- Tiny ImageNet
@@ -545,3 +653,64 @@ def test_own_images_broken(tmp_path):
     fails(ImageFolderData(str(tmp_path / "x")), tmp_path / "x", "no such folder")
     fails(ImageFolderData(str(tmp_path / "train" / "ant")), "train", "no such folder")
     fails(DigitsData(predict_folder=str(tmp_path / "x")), tmp_path / "x", stage="predict")
+
+
+def test_what_is_passed_over_is_said(tmp_path, caplog):
+    own_images(tmp_path)
+    ant = tmp_path / "train" / "ant"
+    for name in ("notes.txt", "more.TXT", "README", "._0.png", ".DS_Store"):
+        (ant / name).write_text("no image")
+    for folder in (tmp_path / "train", ant):
+        (folder / "__MACOSX").mkdir()
+        (folder / "__MACOSX" / "0.png").write_text("no image")
+    os.mkfifo(ant / "pipe.png")  # opening it would wait for ever
+    (ant / "gone.png").symlink_to("nowhere.png")
+    shutil.copy(ant / "0.png", tmp_path / "train")
+    with caplog.at_level("INFO"):
+        data = ready(ImageFolderData(str(tmp_path), image_size=16))
+    assert data.class_names == ["ant", "bee"] and data.num_train == 12
+    (said,) = [line for line in caplog.messages if "passed over" in line]
+    assert said.startswith(f"{tmp_path / 'train'}: passed over 9 files")
+    for kind in (
+        "2 .txt", "1 without suffix", "2 hidden", "1 __MACOSX", "2 no regular file",
+        "1 outside the class folders",
+    ):  # fmt: skip
+        assert kind in said
+
+
+def test_linked_class_folders(tmp_path):
+    own_images(tmp_path / "elsewhere")
+    for split in ("train", "val"):
+        (tmp_path / "data" / split).mkdir(parents=True)
+        for name in ("ant", "bee"):
+            link = tmp_path / "data" / split / name
+            link.symlink_to(tmp_path / "elsewhere" / split / name)
+    inside = tmp_path / "elsewhere" / "train" / "ant"
+    write_folder(tmp_path / "more", pixels(2, 20, seed=8))
+    (inside / "more").symlink_to(tmp_path / "more")
+    (inside / "round").symlink_to(inside)
+    data = ready(ImageFolderData(str(tmp_path / "data"), image_size=16))
+    assert data._split("train").labels.tolist() == [0] * 8 + [1] * 6
+    assert data._split("train").names[6] == "ant/more/0.png"
+
+
+def test_a_data_set_of_ones_own():
+    class Stripes(ImageData):
+        native_size, mean, std = 4, (0.5,) * 3, (0.5,) * 3
+        class_names = ("dark", "light")
+
+        def evaluation_split(self, name):
+            return name
+
+        def read(self, split):
+            n = {"train": 6, "val": 4, "test": 2}[split]
+            labels = torch.arange(n) % 2
+            images = (labels * 255).to(torch.uint8).view(n, 1, 1, 1).expand(n, 3, 4, 4)
+            return ImageSet(images, labels, [f"{split} {i}" for i in range(n)])
+
+    data = ready(Stripes(batch_size=2, crop_padding=0))
+    for loader, n in ((data.train_dataloader(), 6), (data.val_dataloader(), 4)):
+        batches = list(loader)
+        assert sum(len(labels) for _, labels in batches) == n
+        assert all(torch.allclose(x[:, 0, 2, 2], y * 2.0 - 1) for x, y in batches)
+    assert data.predict_names == ["test 0", "test 1"]

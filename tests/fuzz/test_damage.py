@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import pickle
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +26,6 @@ from app.runs.checkpoints import read_checkpoint
 from app.runs.progress import evaluated, read_rows
 from callbacks.common import write_csv
 from data.errors import DataError
-from data.images.module import _read_cifar_batch
 from data.images.reading import decode_images, read_parquet
 from data.text.module import TextData
 from data.text.token_file import TokenFile, open_or_build
@@ -137,25 +135,6 @@ def test_parquet(checksums: bool, damage: Damage, tmp_path: Path) -> None:
         assert torch.equal(got.images, expected.images)
     assert got.images.dtype == torch.uint8 and got.images.ndim == 4
     assert ((got.labels >= 0) & (got.labels < 10)).all()
-
-
-@few(60)
-@given(damage=damages)
-def test_cifar_batch(damage: Damage, tmp_path: Path) -> None:
-    """A pickle, without checksums: it is read without running anything, or refused."""
-    path = tmp_path / "test_batch"
-    generator = np.random.default_rng(0)
-    pixels = generator.integers(0, 256, (3, 3072), dtype=np.uint8)
-    content = pickle.dumps({"data": pixels, "labels": [1, 2, 3], "filenames": ["a", "b", "c"]})
-    path.write_bytes(damage(content))
-    try:
-        got = _read_cifar_batch(path)
-    except DataError as error:
-        one_line(error, path)
-    else:
-        assert got.images.dtype == torch.uint8 and got.images.shape[1:] == (3, 32, 32)
-        assert len(got.images) == len(got.labels) == len(got.names)
-        assert ((got.labels >= 0) & (got.labels < 10)).all()
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".json"])

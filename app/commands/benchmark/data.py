@@ -91,7 +91,7 @@ class _Samples(Dataset):
     """The same images one by one, as torchvision's CIFAR10 hands them out (`pil`) or as tensors."""
 
     def __init__(self, augmentation: str, kind: str) -> None:
-        self.data = RandomImages(images=10_000)._read("train")
+        self.data = RandomImages(images=10_000).read("train")
         self.pil = kind == "pil"
         self.pixels = self.data.images.permute(0, 2, 3, 1).numpy() if self.pil else None
         t = v1 if self.pil else v2

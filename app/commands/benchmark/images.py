@@ -39,7 +39,7 @@ class RandomImages(ImageData):
         """Numbers."""
         return [str(label) for label in range(self._classes)]
 
-    def _read(self, split: str) -> ImageSet:
+    def read(self, split: str) -> ImageSet:
         generator = torch.Generator().manual_seed(0)
         count = self._images if split == "train" else 1000
         images = torch.randint(

@@ -1,6 +1,8 @@
-"""Networks whose feed-forward layers can be MoE blocks."""
+"""Networks with MoE blocks."""
 
 from .decoder import Decoder
+from .hub import HFCausalLM, TimmClassifier
 from .vit import VisionTransformer
+from .with_experts import with_experts
 
-__all__ = ["Decoder", "VisionTransformer"]
+__all__ = ["Decoder", "HFCausalLM", "TimmClassifier", "VisionTransformer", "with_experts"]

@@ -4,16 +4,15 @@ Shape legend: V vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .decoder import Decoder
-
 
 @torch.no_grad()
 def generate(
-    network: Decoder,
+    network: Any,
     prompt: Sequence[int],
     max_tokens: int,
     *,
@@ -31,7 +30,7 @@ def generate(
     the cost of a token stays the same, and the model never sees a longer sequence than in training.
 
     Args:
-        network: the model, put into evaluation mode while the iterator is in use.
+        network: a Decoder or an HFCausalLM, put into evaluation mode while the iterator is in use.
         prompt: at least one token id; only the last `context` of them count.
         max_tokens: tokens to generate at most.
         temperature: divides the logits; 0 takes the most probable token.
@@ -52,7 +51,7 @@ def generate(
     if not len(prompt):
         raise ValueError("the prompt has no token")
     context = min(network.max_length, context or network.max_length)
-    device = network.embed.weight.device
+    device = next(network.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     was_training = network.training
     network.eval()

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from ..errors import ConfigError
+from ..models.with_experts import transformer_blocks
 from ..moe import Router
 
 
@@ -90,7 +91,7 @@ def _renamed(state: dict[str, Any], keys: dict[Any, Any]) -> dict[str, Any]:
 
 
 def shard(network: nn.Module, mesh: DeviceMesh) -> None:
-    """Shards a network whose Transformer blocks are called `blocks`, in place.
+    """Shards a network and each of its Transformer blocks, in place.
 
     Args:
         network: sharded already, it is left as it is.
@@ -108,7 +109,7 @@ def shard(network: nn.Module, mesh: DeviceMesh) -> None:
                 "ddp, or for a router's temperature set learn_temperature: false"
             )
     options: dict[str, Any] = {"mesh": mesh["data_parallel"]}
-    for block in network.blocks:
+    for block in transformer_blocks(network):
         # Losses read routing vectors after the forward pass: these few weights stay until then.
         for module in block.modules():
             if isinstance(module, Router):

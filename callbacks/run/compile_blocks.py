@@ -8,6 +8,8 @@ import lightning as L
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
+from app.models.with_experts import transformer_blocks
+
 
 def compile_blocks(network: nn.Module, **options: Any) -> None:
     """Compiles every Transformer block in place; MoE blocks inside them run as they are, as
@@ -18,10 +20,10 @@ def compile_blocks(network: nn.Module, **options: Any) -> None:
     enter a graph, nothing is compiled anew when the routing changes or experts come and go.
 
     Args:
-        network: has its Transformer blocks in `blocks`.
+        network: has Transformer blocks.
         **options: of torch.compile.
     """
-    for block in network.blocks:
+    for block in transformer_blocks(network):
         block.compile(**options)
 
 
@@ -41,9 +43,9 @@ class CompileBlocks(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        if not hasattr(pl_module.network, "blocks"):
+        if not transformer_blocks(pl_module.network):
             raise MisconfigurationException(
-                "CompileBlocks works on a network with Transformer blocks in `blocks`, which "
-                f"{type(pl_module.network).__name__} has not; remove the callback"
+                f"CompileBlocks: {type(pl_module.network).__name__} has no Transformer blocks; "
+                "remove the callback"
             )
         compile_blocks(pl_module.network, backend=self.backend)

@@ -5,20 +5,29 @@ order, so that whoever tokenises need not know the origin.
 """
 
 import codecs
+import csv
+import glob
+import gzip
 import hashlib
 import io
 import itertools
 import json
 import urllib.request
+import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from ..errors import DataError
 from .token_file import write_atomically
 
 _CHUNK = 1 << 20  # bytes of text that are read and tokenised at a time
+
+_TABLES = {".jsonl", ".ndjson", ".csv", ".tsv", ".parquet"}
 
 _RAW = "https://raw.githubusercontent.com"
 _WIKITEXT = f"{_RAW}/pytorch/examples/main/word_language_model/data/wikitext-2"
@@ -60,18 +69,24 @@ class Text:
 
 @dataclass(frozen=True)
 class Span:
-    """Bytes `start` to `stop` of a file, or of the embedded text where `path` is None."""
+    """A part of a file, or of the embedded text where `path` is None.
+
+    Attributes:
+        path: the file.
+        start: first byte, of the text in UTF-8 as it is unpacked.
+        stop: one past the last byte.
+        column: of a table, whose rows are documents; they lie one after the other, and a row
+            belongs to the span that has its first byte.
+    """
 
     path: Path | None
     start: int
     stop: int
+    column: str | None = None
 
     def open(self) -> BinaryIO:
         """The whole file, positioned at `start`."""
-        if self.path is None:
-            file: BinaryIO = io.BytesIO(embedded_text())
-        else:
-            file = self.path.open("rb")
+        file: BinaryIO = io.BytesIO(embedded_text()) if self.path is None else _open(self.path)
         file.seek(self.start)
         return file
 
@@ -91,15 +106,19 @@ def embedded_text() -> bytes:
     return "\n\n".join(topics[key].strip("\n") for key in sorted(topics)).encode("utf-8")
 
 
-def find_files(names: str | Sequence[str], key: str) -> list[Span]:
-    """The text files that `names` stand for, folders searched for `*.txt` in sorted order.
+def find_files(names: str | Sequence[str], key: str, column: str = "text") -> list[Span]:
+    """The texts that `names` stand for.
 
     Args:
-        names: files or folders.
+        names: files, folders, which are searched for `*.txt`, or patterns such as `docs/**/*.md`;
+            what a folder or a pattern stands for is sorted. Tables (.jsonl, .csv, .tsv, .parquet)
+            are read by column; any of them, and text, may be compressed (.gz).
         key: the option they were given with, for messages.
+        column: that has the text in tables.
 
     Raises:
-        DataError: a path that does not exist, a folder without text files, an empty file.
+        DataError: a path that does not exist, a folder without text files, an empty file, a table
+            that has no such column or can't be read.
     """
     paths: list[Path] = []
     for name in [names] if isinstance(names, str) else names:
@@ -107,18 +126,101 @@ def find_files(names: str | Sequence[str], key: str) -> list[Span]:
         if path.is_dir():
             inside = sorted(p for p in path.rglob("*.txt") if p.is_file())
             if not inside:
-                raise DataError(f"{key}: the folder {path} has no .txt file; add one")
-            paths += inside
+                raise DataError(
+                    f"{key}: the folder {path} has no .txt file; add one, or name other files by "
+                    f"a pattern such as {path}/**/*.md"
+                )
         elif path.is_file():
-            paths.append(path)
+            inside = [path]
         else:
-            raise DataError(f"{key}: {path} does not exist; give a text file or a folder of .txt")
+            found = map(Path, glob.glob(str(path), recursive=True))
+            inside = sorted(p for p in found if p.is_file())
+            if not inside:
+                raise DataError(
+                    f"{key}: {path} does not exist; give a text file, a folder of .txt or a "
+                    f"pattern such as docs/**/*.md"
+                )
+        paths += inside
     if not paths:
         raise DataError(f"{key}: the list is empty; name at least one text file")
-    for path in paths:
-        if not path.stat().st_size:
-            raise DataError(f"{key}: the file {path} is empty; remove it or give one with text")
-    return [Span(path, 0, path.stat().st_size) for path in paths]
+    spans = [_whole(path, column) for path in paths]
+    for span in spans:
+        if span.start == span.stop:
+            raise DataError(
+                f"{key}: the file {span.path} is empty; remove it or give one with text"
+            )
+    return spans
+
+
+def _whole(path: Path, column: str) -> Span:
+    if _kind(path) in _TABLES:
+        return Span(path, 0, sum(size for _, size in _rows(path, column)), column)
+    try:
+        with _open(path) as file:
+            start = len(codecs.BOM_UTF8) if file.read(3) == codecs.BOM_UTF8 else 0
+            return Span(path, start, file.seek(0, io.SEEK_END))
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} cannot be read ({error}); mend it, or leave it out") from error
+
+
+def _kind(path: Path) -> str:
+    """The suffix, that before .gz where there is one."""
+    suffix = path.suffix.lower()
+    return Path(path.stem).suffix.lower() if suffix == ".gz" else suffix
+
+
+def _open(path: Path) -> BinaryIO:
+    return gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb")
+
+
+def _rows(path: Path, column: str) -> Iterator[tuple[str, int]]:
+    """The texts of a table that are not empty, with their size in UTF-8.
+
+    Raises:
+        DataError: a row without text in this column, or one that can't be read.
+    """
+    number = 1
+    try:
+        for cell in _cells(path, column):
+            if not isinstance(cell, str):
+                raise DataError(f"{path} row {number} has no text in column {column!r}; remove it")
+            if size := len(cell.encode("utf-8")):
+                yield cell, size
+            number += 1
+    except KeyError as error:
+        raise DataError(
+            f"{path} row {number} has no column {column!r}; set data.column to the one that "
+            "has the text"
+        ) from error
+    except (
+        OSError,
+        EOFError,
+        zlib.error,
+        csv.Error,
+        pa.ArrowException,
+        ValueError,
+        TypeError,
+    ) as e:
+        raise DataError(
+            f"{path} row {number} cannot be read ({e}); mend the file, or leave it out"
+        ) from e
+
+
+def _cells(path: Path, column: str) -> Iterator[object]:
+    kind = _kind(path)
+    with _open(path) as file:
+        if kind == ".parquet":
+            for batch in pq.ParquetFile(file).iter_batches(1024, columns=[column]):
+                yield from batch[column].to_pylist()
+            return
+        lines = io.TextIOWrapper(file, "utf-8-sig", newline="")
+        if kind in (".csv", ".tsv"):
+            csv.field_size_limit(1 << 30)  # documents are longer than the cells of most tables
+            rows = csv.DictReader(lines, delimiter="," if kind == ".csv" else "\t", strict=True)
+        else:
+            rows = (json.loads(line) for line in lines if line.strip())
+        for row in rows:
+            yield row[column]
 
 
 def embedded() -> list[Span]:
@@ -136,29 +238,34 @@ def split_spans(spans: Sequence[Span], fraction: float) -> tuple[list[Span], lis
     second: list[Span] = []
     for span in spans:
         middle = min(max(span.start + cut, span.start), span.stop)
-        if span.start < middle < span.stop:
+        if span.start < middle < span.stop and span.column is None:
             middle = _character_start(span, middle)
-        first.append(Span(span.path, span.start, middle))
-        second.append(Span(span.path, middle, span.stop))
+        first.append(replace(span, stop=middle))
+        second.append(replace(span, start=middle))
         cut -= span.stop - span.start
     return [s for s in first if s.stop > s.start], [s for s in second if s.stop > s.start]
 
 
 def text_of_spans(name: str, spans: Sequence[Span]) -> Text:
-    """One text of several spans, each of them a document.
+    """One text of several spans, each of them a document, or many where it is a table.
 
     Raises:
         DataError: a file that is not UTF-8 text (when the chunks are read).
     """
     digest = hashlib.sha256()
     for span in spans:
+        if span.column is not None:
+            for _, row in _documents(span):
+                content = row.encode("utf-8")
+                digest.update(b"row %d " % len(content) + content)
+            continue
         digest.update(f"{span.stop - span.start} ".encode())
         for block in _blocks(span):
             digest.update(block)
     return Text(
         name,
         digest.hexdigest(),
-        lambda: itertools.chain.from_iterable(_decode(span) for span in spans),
+        lambda: itertools.chain.from_iterable(_documents(span) for span in spans),
         sum(span.stop - span.start for span in spans),
     )
 
@@ -259,6 +366,18 @@ def _blocks(span: Span) -> Iterator[bytes]:
             yield block + rest
 
 
+def _documents(span: Span) -> Iterator[tuple[bool, str]]:
+    """Chunks of a span's text, and whether each starts a document."""
+    if span.column is None:
+        yield from _decode(span)
+        return
+    at = 0
+    for row, size in _rows(span.path, span.column):
+        if span.start <= at < span.stop:
+            yield True, row
+        at += size
+
+
 def _decode(span: Span) -> Iterator[tuple[bool, str]]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     start, seen = True, span.start
@@ -279,7 +398,7 @@ def _decode(span: Span) -> Iterator[tuple[bool, str]]:
 
 
 def _character_start(span: Span, position: int) -> int:
-    with Span(span.path, position, span.stop).open() as file:
+    with replace(span, start=position).open() as file:
         following = file.read(4)
     # Bytes of the form 10xxxxxx continue a character; there are at most three in a row.
     starts = (i for i, byte in enumerate(following) if byte & 0xC0 != 0x80)

@@ -10,7 +10,7 @@ import itertools
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import lightning as L
 import numpy as np
@@ -18,9 +18,10 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from ..batches import BatchLoader, trainer_position
-from ..errors import DataError
+from ..batches import BatchLoader, ordered_loader, processes, trainer_position
+from ..errors import DataError, check_range
 from .corpus import (
+    Span,
     Text,
     download,
     embedded,
@@ -47,8 +48,10 @@ class TextData(L.LightningDataModule):
     Validation and test: consecutive blocks that predict every token but the first exactly once.
 
     Args:
-        files: a text file, a folder of `.txt` files, or a list of these (UTF-8); null for the
-            Python language reference that CPython carries.
+        files: a text file (UTF-8), a folder of `.txt` files, a pattern such as `docs/**/*.md`, a
+            table (`.jsonl`, `.csv`, `.tsv`, `.parquet`) whose rows are documents, or a list of
+            these; text and tables may be compressed (`.gz`). Null for the Python language
+            reference that CPython carries.
         val_files: likewise; null for the last `val_fraction` of the text of `files`.
         test_files: likewise; null to test on the validation text.
         dataset: a public text to download in place of `files`.
@@ -61,6 +64,9 @@ class TextData(L.LightningDataModule):
         eval_batch_size: likewise for validation and test; null for `batch_size`.
         seed: of the order and the offsets.
         cache_dir: where downloads, trained tokenizers and token files are kept.
+        column: that has the text in tables.
+
+    A data set of your own is a subclass that defines `texts`.
 
     Attributes:
         tokenizer: the tokenizer object, once `setup` has run.
@@ -86,20 +92,22 @@ class TextData(L.LightningDataModule):
         eval_batch_size: int | None = None,
         seed: int = 0,
         cache_dir: str = "data_cache/text",
+        column: str = "text",
     ) -> None:
         super().__init__()
         if files is not None and dataset is not None:
             raise DataError("data.files and data.dataset exclude each other; set one of them")
         if not 0 < val_fraction < 1:
-            raise DataError(f"data.val_fraction is {val_fraction}; it must lie between 0 and 1")
-        if block_size < 1:
-            raise DataError(f"data.block_size is {block_size}; it must be at least 1")
+            raise DataError(f"--data.val_fraction is {val_fraction}; it must lie between 0 and 1")
+        check_range(1, block_size=block_size, batch_size=batch_size)
+        check_range(1, eval_batch_size=eval_batch_size)
+        check_range(0, seed=seed)
         self.files, self.val_files, self.test_files = files, val_files, test_files
         self.dataset, self.val_fraction = dataset, val_fraction
         self.tokenizer_choice, self.vocab_size = tokenizer, vocab_size
         self.block_size, self.batch_size = block_size, batch_size
         self.eval_batch_size = batch_size if eval_batch_size is None else eval_batch_size
-        self.seed, self.cache_dir = seed, Path(cache_dir).expanduser()
+        self.seed, self.cache_dir, self.column = seed, Path(cache_dir).expanduser(), column
         self._files: dict[Split, TokenFile] = {}
         self._offset = 0
 
@@ -113,7 +121,7 @@ class TextData(L.LightningDataModule):
             self._open(check=False)
 
     def _open(self, check: bool) -> None:
-        texts = self._texts()
+        texts = self.texts()
         self.tokenizer = self._make_tokenizer(texts["train"])
         for split, text in texts.items():
             # A text of no bytes has no token file: say what is wrong rather than fail to build one.
@@ -132,28 +140,39 @@ class TextData(L.LightningDataModule):
                     f"{self.block_size + 1}; lower data.block_size or {more}"
                 )
 
-    def _texts(self) -> dict[Split, Text]:
-        """The texts by split; without test text, there is no `test`."""
+    def texts(self) -> dict[Split, Text]:
+        """The texts by split, `train` and `val`; without `test`, it is `val` that is tested on."""
         train, val, test = self.files, self.val_files, self.test_files
         if self.dataset is not None:
             found = download(self.dataset, self.cache_dir)
             train = str(found.get("train.txt", found.get("input.txt")))
             val = val or (str(found["valid.txt"]) if "valid.txt" in found else None)
             test = test or (str(found["test.txt"]) if "test.txt" in found else None)
-        spans = embedded() if train is None else find_files(train, "data.files")
-        name = "the embedded text" if train is None else str(train)
+        spans = {"train": embedded() if train is None else self._find(train, "files")}
+        names = {"train": "the embedded text" if train is None else str(train)}
         if val is None:
-            spans, val_spans = split_spans(spans, self.val_fraction)
-            val_name = f"the last {self.val_fraction:g} of {name}"
+            spans["train"], spans["val"] = split_spans(spans["train"], self.val_fraction)
+            names["val"] = f"the last {self.val_fraction:g} of {names['train']}"
         else:
-            val_spans, val_name = find_files(val, "data.val_files"), str(val)
-        texts = {
-            "train": text_of_spans(name, spans),
-            "val": text_of_spans(val_name, val_spans),
-        }
+            spans["val"], names["val"] = self._find(val, "val_files"), str(val)
         if test is not None:
-            texts["test"] = text_of_spans(str(test), find_files(test, "data.test_files"))
+            spans["test"], names["test"] = self._find(test, "test_files"), str(test)
+        texts = {split: text_of_spans(names[split], spans[split]) for split in spans}
+        for split, given in (("val", val), ("test", test)):
+            if given is None:
+                continue
+            paths = [
+                {span.path.resolve() for span in spans[s] if span.path} for s in ("train", split)
+            ]
+            if paths[0] & paths[1] or texts[split].fingerprint == texts["train"].fingerprint:
+                rank_zero_info(
+                    f"data.{split}_files: {given} is training text too, at least in part: the loss "
+                    f"on it says nothing about new text"
+                )
         return texts
+
+    def _find(self, names: list[str] | str, key: str) -> list[Span]:
+        return find_files(names, f"data.{key}", self.column)
 
     def _make_tokenizer(self, train: Text) -> Tokenizer:
         if self.tokenizer_choice == "bytes":
@@ -206,7 +225,7 @@ class TextData(L.LightningDataModule):
             seed=self.seed,
             drop_last=blocks >= self.batch_size,
             position=self._position(room),
-            **self._ranks(),
+            **processes(self.trainer),
         )
 
     def val_dataloader(self) -> BatchLoader:
@@ -219,14 +238,11 @@ class TextData(L.LightningDataModule):
 
     def _eval_loader(self, split: Split) -> BatchLoader:
         file = self._split(split)
-        return BatchLoader(
+        return ordered_loader(
             lambda index, local, generator: self._blocks(file, index[local], 0),
             -(-(len(file) - 1) // self.block_size),
             self.eval_batch_size,
-            shuffle=False,
-            seed=self.seed,
-            drop_last=False,
-            **self._ranks(),
+            self.trainer,
         )
 
     def _blocks(self, file: TokenFile, index_B: Tensor, offset: int) -> Tensor:
@@ -248,11 +264,6 @@ class TextData(L.LightningDataModule):
 
         return position
 
-    def _ranks(self) -> dict[str, int]:
-        if self.trainer is None:
-            return {}
-        return {"rank": self.trainer.global_rank, "world_size": self.trainer.world_size}
-
 
 class HuggingFaceText(TextData):
     """Documents of a Hugging Face dataset, streamed once into the same token files as `TextData`.
@@ -271,10 +282,7 @@ class HuggingFaceText(TextData):
         tokenizer: as in `TextData`; a BPE is trained on the first 16 MiB.
         vocab_size: as in `TextData`.
         block_size: as in `TextData`.
-        batch_size: as in `TextData`.
-        eval_batch_size: as in `TextData`.
-        seed: as in `TextData`.
-        cache_dir: as in `TextData`.
+        **kwargs: see `TextData`.
     """
 
     def __init__(
@@ -288,24 +296,26 @@ class HuggingFaceText(TextData):
         tokenizer: str = "bpe",
         vocab_size: int = 32_000,
         block_size: int = 1024,
-        batch_size: int = 32,
-        eval_batch_size: int | None = None,
-        seed: int = 0,
-        cache_dir: str = "data_cache/text",
+        **kwargs: Any,
     ) -> None:
         super().__init__(
+            files=None,
+            val_files=None,
+            test_files=None,
+            val_fraction=0.1,
+            column=text_field,
             tokenizer=tokenizer,
             vocab_size=vocab_size,
             block_size=block_size,
-            batch_size=batch_size,
-            eval_batch_size=eval_batch_size,
-            seed=seed,
-            cache_dir=cache_dir,
+            **kwargs,
         )
+        check_range(0, val_documents=val_documents)
+        check_range(1, max_tokens=max_tokens)
         self.source = {"dataset": dataset, "name": name, "split": split, "field": text_field}
         self.max_tokens, self.val_documents = max_tokens, val_documents
 
-    def _texts(self) -> dict[Split, Text]:
+    def texts(self) -> dict[Split, Text]:
+        """The first documents for validation, the others for training."""
         cut = self.val_documents
         return {
             "train": streamed_text(**self.source, start=cut, stop=None, max_tokens=self.max_tokens),

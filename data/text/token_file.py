@@ -11,9 +11,11 @@ import json
 import os
 import sys
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_info
@@ -92,18 +94,22 @@ def open_or_build(
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a file so that it is either complete under its name or absent."""
+    with _whole(path) as file:
+        file.write(content)
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[BinaryIO]:
+    """A file to write, which gets its name when all is well and is removed when not."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _temporary(path)
+    # In the same folder: os.replace is atomic within one file system only.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        temporary.write_bytes(content)
+        with temporary.open("wb") as file:
+            yield file
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _temporary(path: Path) -> Path:
-    # In the same folder: os.replace is atomic within one file system only.
-    return path.with_name(f".{path.name}.{os.getpid()}.part")
 
 
 def _open(path: Path, identity: dict[str, object], check: bool) -> TokenFile:
@@ -148,26 +154,20 @@ def _build(
     name: str,
     total_bytes: int | None,
 ) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _temporary(path)
     count = text_bytes = checksum = 0
     progress = Progress(
         console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
     )
-    try:
-        with temporary.open("wb") as file, progress:
-            task = progress.add_task(f"Tokenising {name}", total=total_bytes)
-            for ids, size in pieces:
-                packed = ids.astype(dtype).tobytes()
-                file.write(packed)
-                checksum = zlib.crc32(packed, checksum)
-                count, text_bytes = count + len(ids), text_bytes + size
-                progress.update(task, completed=text_bytes)
+    with _whole(path) as file, progress:
+        task = progress.add_task(f"Tokenising {name}", total=total_bytes)
+        for ids, size in pieces:
+            packed = ids.astype(dtype).tobytes()
+            file.write(packed)
+            checksum = zlib.crc32(packed, checksum)
+            count, text_bytes = count + len(ids), text_bytes + size
+            progress.update(task, completed=text_bytes)
         if not count:
             raise DataError(f"{name} has no text to tokenise; give more text")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
     header = identity | {"count": count, "text_bytes": text_bytes, "crc32": checksum}
     header["header_crc32"] = _header_checksum(header)
     write_atomically(path.with_suffix(".json"), json.dumps(header, indent=2).encode())

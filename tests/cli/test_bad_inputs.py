@@ -516,8 +516,17 @@ CASES = [
     # ---- text
     text(
         "a text file that does not exist",
-        "data.files: FOLDER/book.txt does not exist; give a text file or a folder of .txt",
+        "data.files: FOLDER/book.txt does not exist; give a text file, a folder of .txt or a "
+        "pattern such as docs/**/*.md",
         None,
+    ),
+    Case(
+        "Text",
+        "a table without the column of the text",
+        "FOLDER/book.jsonl row 1 has no column 'text'; set data.column to the one that has the "
+        "text",
+        language("--data.files=FOLDER/book.jsonl"),
+        file("book.jsonl", '{"body": "word"}\n'),
     ),
     text(
         "an empty text file",

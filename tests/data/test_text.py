@@ -1,5 +1,7 @@
 """Text data: blocks, coverage, resuming, the token file, sources, and mistakes of the user's."""
 
+import csv
+import gzip
 import hashlib
 import io
 import json
@@ -8,6 +10,8 @@ import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given, settings
@@ -306,6 +310,111 @@ def test_a_missing_path_and_an_empty_folder(tmp_path: Path) -> None:
         make(tmp_path, files=[])
 
 
+ROWS = [f"document {i}, which is about äöü\nand {i * i}" for i in range(40)]
+
+
+def write_table(path: Path, column: str = "text", rows: list = ROWS) -> Path:
+    """A table of each kind, with a second column and an empty row."""
+    rows, kind = [*rows, ""], path.suffixes[0]
+    cells = [{column: row, "number": i} for i, row in enumerate(rows)]
+    if kind == ".parquet":
+        pq.write_table(pa.Table.from_pylist(cells), path, row_group_size=7)
+        return path
+    if kind == ".jsonl":
+        content = "".join(json.dumps(cell) + "\n\n" for cell in cells)
+    else:
+        table = io.StringIO()
+        writer = csv.DictWriter(
+            table, [column, "number"], delimiter="\t" if kind == ".tsv" else ","
+        )
+        writer.writeheader()
+        writer.writerows(cells)
+        content = "\ufeff" + table.getvalue()
+    whole = content.encode()
+    path.write_bytes(gzip.compress(whole) if path.suffix == ".gz" else whole)
+    return path
+
+
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", "a.csv", "a.tsv", "a.parquet", "a.jsonl.gz", "a.CSV.gz"]
+)
+@pytest.mark.parametrize("column", ["text", "body"])
+def test_the_rows_of_a_table_are_documents(tmp_path: Path, name: str, column: str) -> None:
+    path = write_table(tmp_path / name.lower(), column)
+    path = path.rename(tmp_path / name)
+    module = make(tmp_path, files=str(path), column=column, val_fraction=0.25, block_size=4)
+    parts = [module.tokenizer.decode(module._files[s].tokens_N) for s in ("train", "val")]
+    assert "\n\n".join(parts) == "\n\n".join(ROWS)
+    assert 8 <= parts[1].count("document") <= 12
+    text = text_of_spans("x", find_files(str(path), "data.files", column))
+    assert [row for _, row in text.chunks()] == ROWS
+
+
+def test_end_of_text_between_rows(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    path = write_table(tmp_path / "a.jsonl")
+    module = make(tmp_path, files=str(path), tokenizer="bpe", vocab_size=270, block_size=4)
+    ends = [(f.tokens_N == module.tokenizer.end_of_text).sum() for f in module._files.values()]
+    assert sum(ends) == len(ROWS) - 2
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"text": "a"}\n{"body": "b"}\n', "row 2 has no column 'text'.*data.column"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": \n', "row 2 cannot be read"),
+        ("a.jsonl", b'{"text": "a"}\n["text"]\n', "row 2 cannot be read"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": null}\n', "row 2 has no text in column 'text'"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', "row 1 cannot be read"),
+        ("a.csv", b"body,n\na,1\n", "row 1 has no column 'text'"),
+        ("a.csv", b"n,text\n1,a\n2\n", "row 2 has no text"),
+        ("a.csv", b'text,n\n"a,1\n', "row 1 cannot be read"),
+        ("a.csv", b"text,n\n", "is empty"),
+        ("a.csv", b"", "is empty"),
+        ("a.parquet", b"text", "row 1 cannot be read"),
+        ("a.txt.gz", b"no gzip", "cannot be read"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}' * 99)[:-9], "cannot be read"),
+    ],
+)
+def test_a_bad_table(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message) as error:
+        make(tmp_path, files=str(tmp_path / name))
+    assert str(tmp_path / name) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_pattern_compressed_text_and_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "b.md").write_bytes(b"\xef\xbb\xbf" + WORDS.encode())
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"\xef\xbb\xbf" + WORDS.encode()))
+    plain = tmp_path / "plain.txt"
+    plain.write_text(WORDS, encoding="utf-8")
+    expected = make(tmp_path, files=str(plain))._files
+    for name in ("**/*.md", "a.txt.*"):
+        got = make(tmp_path, files=str(tmp_path / name))._files
+        for split, file in expected.items():
+            assert got[split].tokens_N.tolist() == file.tokens_N.tolist()
+    with pytest.raises(DataError, match=r"data\.files: .*\.rst does not exist"):
+        make(tmp_path, files=str(tmp_path / "*.rst"))
+
+
+def test_training_text_as_validation_text_is_said(tmp_path: Path, book: Path, caplog) -> None:
+    copy = tmp_path / "copy.txt"
+    copy.write_bytes(book.read_bytes())
+    other = tmp_path / "other.txt"
+    other.write_text(WORDS[::-1])
+    with caplog.at_level("INFO"):
+        make(tmp_path, files=str(book), val_files=str(other), test_files=str(other))
+        make(tmp_path, files=str(book))
+        assert "training text too" not in caplog.text
+        make(tmp_path, files=[str(book), str(other)], val_files=str(other))
+        assert "data.val_files: " in caplog.messages[-1]
+        make(tmp_path, files=str(book), val_files=str(other), test_files=str(copy))
+        assert "data.test_files: " in caplog.messages[-1]
+    assert caplog.text.count("training text too") == 2
+
+
 @pytest.mark.parametrize("size", [1, 12, 100])
 def test_too_short_a_validation_text(tmp_path: Path, size: int) -> None:
     (tmp_path / "a.txt").write_text("x" * size + "y" * 100)
@@ -321,8 +430,11 @@ def test_too_short_a_validation_text(tmp_path: Path, size: int) -> None:
     ("options", "message"),
     [
         ({"files": "a", "dataset": "wikitext2"}, "exclude each other"),
-        ({"val_fraction": 1.0}, "between 0 and 1"),
-        ({"block_size": 0}, "at least 1"),
+        ({"val_fraction": 1.0}, "--data.val_fraction is 1.0; it must lie between 0 and 1"),
+        ({"block_size": 0}, "--data.block_size is 0; it must be 1 or more"),
+        ({"batch_size": 0}, "--data.batch_size is 0; it must be 1 or more"),
+        ({"eval_batch_size": -1}, "--data.eval_batch_size is -1; it must be 1 or more"),
+        ({"seed": -1}, "--data.seed is -1; it must be 0 or more"),
     ],
 )
 def test_options_that_cannot_work(options: dict, message: str) -> None:

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from app.moe import MoEBlock, moe_blocks
+from app.moe.sharded import sum_over_processes as sum_over_ranks
 
 
 def find_blocks(callback: L.Callback, module: L.LightningModule) -> dict[str, MoEBlock]:
@@ -31,13 +32,6 @@ def find_blocks(callback: L.Callback, module: L.LightningModule) -> dict[str, Mo
             "remove the callback or set model.network.moe_blocks"
         )
     return blocks
-
-
-def sum_over_ranks(*tensors: Tensor) -> None:
-    """Adds tensors up over all processes, in place."""
-    if dist.is_available() and dist.is_initialized():
-        for tensor in tensors:
-            dist.all_reduce(tensor)
 
 
 def for_checkpoint(*tensors: Tensor) -> list[Tensor]:

@@ -34,7 +34,6 @@ from ..models.exported import (
     load_weights,
 )
 from ..moe import moe_blocks
-from ..moe.compact import compact
 from ..runs.checkpoints import read_checkpoint
 from ..runs.folder import newest_checkpoint
 from .arguments import Parser
@@ -91,8 +90,7 @@ def export(path: Path, out: Path, overwrite: bool = False) -> str:
     with torch.inference_mode():
         before = network(inputs)
         for block in moe_blocks(network).values():
-            compact(block)
-            block.routing = None
+            block.keep_slots()
         difference = _difference(before, network(inputs))
     experts = {name: block.slots for name, block in moe_blocks(network).items()}
     config = {

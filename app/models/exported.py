@@ -30,7 +30,6 @@ from torch import nn
 
 from .. import models, moe
 from ..errors import ConfigError
-from ..moe.compact import compact
 from .decoder import swiglu_moe
 
 FORMAT, VERSION = "python -m app export", 1
@@ -74,7 +73,7 @@ def load_model(folder: str | Path, device: str | torch.device = "cpu") -> nn.Mod
         try:
             network = build_network(config["network"])
             for name, block in moe.moe_blocks(network).items():
-                compact(block, range(config["experts"][name]))
+                block.keep_slots(range(config["experts"][name]))
             load_weights(network, weights)
         except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
             reason = str(error).strip().splitlines()[-1].strip()

@@ -1,6 +1,7 @@
 """The shared Mixture-of-Experts block: plain PyTorch, no Lightning."""
 
-from .block import MoEBlock, OutputSums, moe_blocks
+from .block import MoEBlock, moe_blocks
+from .default_vectors import OutputSums
 from .experts import Experts, GeluExperts, SwiGLUExperts
 from .losses import LOSSES
 from .routers import Dense, Router, Ternary, TopAny, TopK, TopP

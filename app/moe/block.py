@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from .default_vectors import DefaultVectors
 from .dispatch import Dispatcher
 from .experts import Experts, GeluExperts, compute_dtype
 from .routers import Router, TopK
-from .routing import Pairs, Routing
-
-
-@dataclass(frozen=True)
-class OutputSums:
-    """What the experts put out in one forward pass, for the EMA of the default vectors.
-
-    Attributes:
-        sum_ED: sum over the tokens of an expert of weight * E_e(x).
-        weight_E: sum of those weights; 0 where no token was.
-    """
-
-    sum_ED: Tensor
-    weight_E: Tensor
-
-    def mean_ED(self) -> Tensor:
-        """Weighted mean output of each expert; rows without a token are 0."""
-        return self.sum_ED / self.weight_E.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
+from .routing import Routing
+from .sharded import keep_rows, slot_rows
 
 
 class MoEBlock(nn.Module):
@@ -56,12 +40,9 @@ class MoEBlock(nn.Module):
 
     Attributes:
         active_E: bool buffer, the slots in use.
-        routing: the Routing of the last forward pass; losses and statistics are read from it.
-        collect: `uniform` or `router` leaves `output_sums` of each training forward pass, summed
-            with weight 1 or with the router's probability.
-        output_sums: see `collect`.
-        lookahead: where set, a training forward pass uses lookahead(output_sums) in place of the
-            stored default vectors (the update before the forward pass).
+        routing: the Routing of the last forward pass; losses and statistics are read from it. It is
+            no part of a copy or a pickle.
+        defaults: how `ema` vectors follow the outputs of the experts; else None.
 
     Raises:
         ValueError: for a number of experts out of range, or a router that can't be combined with
@@ -98,6 +79,7 @@ class MoEBlock(nn.Module):
         self.register_buffer("active_E", torch.arange(slots) < num_experts)
 
         self.default_vectors = default_vectors
+        self.defaults = DefaultVectors() if default_vectors == "ema" else None
         if default_vectors != "none":
             if self.router.why_not_default_vectors:
                 raise ValueError(
@@ -112,9 +94,6 @@ class MoEBlock(nn.Module):
                 self.register_buffer("default_seen_E", torch.zeros(slots, dtype=torch.bool))
 
         self.routing: Routing | None = None
-        self.collect: Literal["uniform", "router"] | None = None
-        self.output_sums: OutputSums | None = None
-        self.lookahead: Callable[[OutputSums], Tensor] | None = None
 
     # The sizes of the parts are new in every batch: a clean break, not compilation without end.
     @torch.compiler.disable
@@ -129,50 +108,25 @@ class MoEBlock(nn.Module):
         slots, sizes = self.experts.plan(x_TD, pairs)
         on_grid = slots is not None and self.experts.compiled_by_size(x_TD)
         dispatcher = Dispatcher(pairs.token_N, sizes, dtype, on_grid)
-        outputs = self.experts.parts(dispatcher.gather(x_TD), slots, pairs)
+        outputs = self.experts(dispatcher.gather(x_TD), slots, pairs)
         gate_N = pairs.take(routing.gates_TE)
         out_TD = dispatcher.combine(outputs, gate_N, len(x_TD))
         if self.shared is not None:
             out_TD += self._shared(x_TD)
-        if self.collect and self.training:
-            self.output_sums = self._sum_outputs(outputs, sizes, slots, pairs, routing)
         if self.default_vectors != "none":
+            if self.defaults is not None and self.training:
+                self.defaults.observe(outputs, slots, sizes, pairs, routing)
             with torch.autocast(x.device.type, enabled=False):
-                default_ED = self._defaults().to(out_TD)
-                out_TD += routing.default_weights_TE() @ default_ED
+                default_ED = self.default_ED
+                if self.defaults is not None and self.training:
+                    default_ED = self.defaults.used(default_ED, self.default_seen_E)
+                out_TD += routing.default_weights_TE() @ default_ED.to(out_TD)
         self.routing = routing
         return out_TD.to(x.dtype).reshape(x.shape)
 
     def _shared(self, x_TD: Tensor) -> Tensor:
         weights = (weight.squeeze(0) for weight in self.shared.parameters())
         return self.shared.expert(self.shared.linear(x_TD), x_TD, *weights)
-
-    @torch.no_grad()
-    def _sum_outputs(
-        self,
-        outputs: list[Tensor],
-        sizes: list[int],
-        slots: list[int] | None,
-        pairs: Pairs,
-        routing: Routing,
-    ) -> OutputSums:
-        weight_N = torch.ones(len(pairs.token_N), device=pairs.token_N.device)
-        if self.collect == "router":
-            weight_N = pairs.take(routing.probs_TE)
-        weight_E = weight_N.new_zeros(self.slots).index_add(0, pairs.expert_N, weight_N)
-        sum_ED = weight_N.new_zeros(self.slots, self.dim)
-        if slots is None:
-            weighted_ND = outputs[0].to(weight_N.dtype) * weight_N[:, None]
-            sum_ED.index_add_(0, pairs.expert_N, weighted_ND)
-        else:
-            for slot, y_nD, weight_n in zip(slots, outputs, weight_N.split(sizes), strict=True):
-                sum_ED[slot] = weight_n @ y_nD[: len(weight_n)].to(weight_n.dtype)
-        return OutputSums(sum_ED, weight_E)
-
-    def _defaults(self) -> Tensor:
-        if self.lookahead is not None and self.training:
-            return self.lookahead(self.output_sums)
-        return self.default_ED
 
     def flops_per_token(self) -> int:
         """Forward FLOPs of one token besides its routed pairs (a multiply-add counts 2)."""
@@ -193,6 +147,33 @@ class MoEBlock(nn.Module):
     def deactivate(self, slot: int) -> None:
         """Takes a slot out of use."""
         self.active_E[slot] = False
+
+    @torch.no_grad()
+    def keep_slots(self, keep: Sequence[int] | None = None) -> None:
+        """Drops all slots but some, in place.
+
+        Where the others were inactive, outputs stay what they were; only the order in which a
+        router sums over slots changes. Optimizers still hold the old parameters: this is for
+        networks that are trained no further.
+
+        Args:
+            keep: the slots that remain, ascending; None for the active ones.
+        """
+        keep = self.active_slots() if keep is None else list(keep)
+        self.router.keep_slots(keep)
+        for owner in (self, self.experts):
+            keep_rows(owner, slot_rows(owner, self.slots), keep)
+        self.slots = self.experts.slots = len(keep)
+        self.forget()
+
+    def forget(self) -> None:
+        """Lets go of the memory of the last forward pass."""
+        self.routing = None
+        if self.defaults is not None:
+            self.defaults.observed = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"routing": None}
 
     def active_slots(self) -> list[int]:
         """The slots in use, ascending (reads the mask back to the host)."""

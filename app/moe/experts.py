@@ -40,8 +40,8 @@ class Experts(nn.Module):
         """One expert's equation, x (n, D) -> (n, D), for any implementation of `linear`."""
         raise NotImplementedError
 
-    def forward(self, x_ND: Tensor, pairs: Pairs) -> Tensor:
-        """Every pair's expert output.
+    def of_pairs(self, x_ND: Tensor, pairs: Pairs) -> Tensor:
+        """Every pair's expert output, from one table of rows.
 
         Args:
             x_ND: expert inputs, contiguous by expert.
@@ -51,7 +51,7 @@ class Experts(nn.Module):
             y_ND: row n is E_e(x_n). Slots without rows get zero gradients, never None.
         """
         slots, sizes = self.plan(x_ND, pairs)
-        return torch.cat(self.parts(x_ND.split(sizes), slots, pairs))
+        return torch.cat(self(x_ND.split(sizes), slots, pairs))
 
     def plan(self, x: Tensor, pairs: Pairs) -> tuple[list[int] | None, list[int]]:
         """The parts in which the pairs are computed: the slot of each and its number of rows.
@@ -67,7 +67,7 @@ class Experts(nn.Module):
         slots = [slot for slot, size in enumerate(sizes) if size] or [0]
         return slots, [sizes[slot] for slot in slots]
 
-    def parts(
+    def forward(
         self, inputs: Sequence[Tensor], slots: list[int] | None, pairs: Pairs
     ) -> list[Tensor]:
         """Outputs of the parts of a `plan`, from the rows of each (n, D)."""

@@ -45,9 +45,25 @@ class Routing:
         """The router's distribution for each token: its gates, where it has no other."""
         return self.gates_TE
 
+    def own_TE(self) -> Tensor:
+        """The pairs that the router chose of its own accord, before a fallback; bool."""
+        return self.mask_TE
+
     def unrouted_T(self) -> Tensor:
-        """Tokens that took no expert, bool."""
-        return ~self.mask_TE.any(1)
+        """Tokens that took no expert of their own accord, bool."""
+        return ~self.own_TE().any(1)
+
+    def order_TE(self) -> Tensor:
+        """In which order a token chose its experts: the larger, the earlier."""
+        return self.gates_TE.abs()
+
+    def sums(self) -> dict[str, Tensor]:
+        """What a method sums over batches for its statistics besides what all methods do."""
+        return {}
+
+    def watched(self) -> dict[str, Tensor]:
+        """What may stop being finite, in the order in which it was computed."""
+        return {"gates": self.gates_TE}
 
     def default_weights_TE(self) -> Tensor:
         """Weights of the default vectors of the experts not executed (Default MoE).

@@ -9,22 +9,27 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .block import MoEBlock
-from .sharded import full, write_slot
+from .sharded import full, slot_rows, write_slot
 
 # State that estimates a squared gradient, of Adam, NAdam, RMSprop, AMSGrad and their kin: zero
 # there would make the next step far too long, so a new slot starts from the other experts' mean.
 SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg")
 
 
-def slot_parameters(block: MoEBlock) -> dict[str, nn.Parameter]:
-    """The parameters of a block whose first axis is the slot: experts, router rows, thresholds."""
-    owned = {f"experts.{name}": p for name, p in block.experts.named_parameters()}
-    for name, parameter in block.router.named_parameters():
-        if parameter.ndim and parameter.shape[0] == block.slots and not name.startswith("mlp."):
-            owned[f"router.{name}"] = parameter
-    if block.default_vectors == "trained":
-        owned["default_ED"] = block.default_ED
-    return owned
+def slot_parameters(block: MoEBlock) -> dict[str, tuple[nn.Parameter, Tensor]]:
+    """The parameters of a block that have rows for slots, and those rows (E, n): the weights of
+    experts, routing vectors and what else a router keeps of each slot, trained default vectors."""
+    owners = {
+        "experts.": (block.experts, slot_rows(block.experts, block.slots)),
+        "router.": (block.router, block.router.slot_rows()),
+        "": (block, slot_rows(block, block.slots)),
+    }
+    return {
+        prefix + name: (getattr(owner, name), rows_En)
+        for prefix, (owner, rows) in owners.items()
+        for name, rows_En in rows.items()
+        if isinstance(getattr(owner, name), nn.Parameter)
+    }
 
 
 def read_expert(block: MoEBlock, slot: int) -> dict[str, Tensor]:
@@ -80,10 +85,11 @@ def forget_slot(optimizer: Optimizer, block: MoEBlock, slot: int) -> None:
     learning rate.
     """
     others = [other for other in block.active_slots() if other != slot]
-    for parameter in slot_parameters(block).values():
+    for parameter, rows_En in slot_parameters(block).values():
         for name, state in _row_states(optimizer, parameter):
-            second = name in SECOND_MOMENTS and others
-            write_slot(state, slot, full(state)[others].mean(0) if second else 0.0)
+            for row, others_E in zip(rows_En[slot].tolist(), rows_En[others].t(), strict=True):
+                second = name in SECOND_MOMENTS and others
+                write_slot(state, row, full(state)[others_E].mean(0) if second else 0.0)
 
 
 @torch.no_grad()
@@ -97,19 +103,22 @@ def bound_first_step(optimizer: Optimizer, block: MoEBlock, slot: int) -> bool:
         vector before that); call again before the next step.
     """
     seen = False
-    for owner, parameter in slot_parameters(block).items():
+    for owner, (parameter, rows_En) in slot_parameters(block).items():
         if parameter.grad is None:
             continue
-        gradient = full(parameter.grad)[slot]
+        rows = rows_En[slot]
+        gradient = full(parameter.grad)[rows]
         if not gradient.isfinite().all():
             return False  # of a step that a loss scaler will skip
         seen = seen or (owner.startswith("experts.") and bool(gradient.any()))
         decay = _coupled_decay(optimizer, parameter)
         if decay:
-            gradient = gradient + decay * full(parameter)[slot]
+            gradient = gradient + decay * full(parameter)[rows]
         for name, state in _row_states(optimizer, parameter):
             if name in SECOND_MOMENTS:
-                write_slot(state, slot, full(state)[slot].maximum(gradient.square()))
+                largest = full(state)[rows].maximum(gradient.square())
+                for row, value in zip(rows.tolist(), largest, strict=True):
+                    write_slot(state, row, value)
     return seen
 
 

@@ -142,7 +142,7 @@ class MoETask(L.LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Runs after the callbacks have read the routings: lets go of their memory."""
         for block in self.blocks.values():
-            block.routing = block.output_sums = None
+            block.forget()
         self._stop_between_steps()
 
     def on_validation_end(self) -> None:

@@ -180,5 +180,5 @@ class LanguageModeling(MoETask):
         )
         text = self.tokenizer.decode([*prompt, *tokens])
         for block in self.blocks.values():
-            block.routing = block.output_sums = None
+            block.forget()
         rank_zero_only(print)(f"\n{text}\n")

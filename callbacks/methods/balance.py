@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from app.moe import MoEBlock, TopK
+from app.moe import MoEBlock
 
 from ..common import find_blocks, for_checkpoint, from_checkpoint, sum_over_ranks
 
@@ -34,15 +34,11 @@ class LossFreeBalance(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self.blocks = find_blocks(self, pl_module)
         for name, block in self.blocks.items():
-            if not isinstance(block.router, TopK):
+            reason = block.router.why_not_balanced
+            if reason:
                 raise MisconfigurationException(
-                    f"LossFreeBalance biases the selection of TopK; the router of {name} is "
-                    f"{type(block.router).__name__}"
-                )
-            if block.router.estimator == "sparsemixer":
-                raise MisconfigurationException(
-                    "LossFreeBalance can't be combined with estimator: sparsemixer, which draws "
-                    f"the experts of {name} from p and takes no account of a bias; set it to plain"
+                    f"LossFreeBalance can't be combined with the router "
+                    f"{type(block.router).__name__} of {name}: {reason}"
                 )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

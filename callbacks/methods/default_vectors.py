@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import lightning as L
-import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
 
 from app.moe import MoEBlock, OutputSums
 
@@ -54,9 +52,7 @@ class DefaultVectors(L.Callback):
                 "callback"
             )
         for block in self.blocks.values():
-            block.collect = self.weighting
-            if self.update == "before":
-                block.lookahead = lambda sums, block=block: self._moved(block, _global(sums))
+            block.defaults.follow(self.beta, self.weighting, before=self.update == "before")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         for name, sums in self._sums.items():  # a checkpoint is read to the CPU
@@ -65,7 +61,7 @@ class DefaultVectors(L.Callback):
 
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         for name, block in self.blocks.items():
-            new, old = block.output_sums, self._sums.get(name)
+            new, old = block.defaults.observed, self._sums.get(name)
             if old is not None:
                 new = OutputSums(old.sum_ED + new.sum_ED, old.weight_E + new.weight_E)
             self._sums[name] = new
@@ -75,19 +71,10 @@ class DefaultVectors(L.Callback):
     ) -> None:
         # Here rather than at the batch's end: experts that are born or die then find it done.
         for name, sums in self._sums.items():
-            block, sums = self.blocks[name], _global(sums)
-            block.default_ED.copy_(self._moved(block, sums))
-            block.default_seen_E |= sums.weight_E > 0
+            sum_over_ranks(sums.sum_ED, sums.weight_E)
+            block = self.blocks[name]
+            block.defaults.update(block.default_ED, block.default_seen_E, sums)
         self._sums = {}
-
-    @torch.no_grad()
-    def _moved(self, block: MoEBlock, sums: OutputSums) -> Tensor:
-        mean_ED = sums.mean_ED().to(block.default_ED)
-        moved_ED = torch.lerp(mean_ED, block.default_ED, self.beta)
-        moved_ED = torch.where(block.default_seen_E[:, None], moved_ED, mean_ED)
-        # An overflow under a loss scaler, whose step is skipped, must not stay in the average.
-        good_E1 = (sums.weight_E > 0)[:, None] & mean_ED.isfinite().all(1, keepdim=True)
-        return torch.where(good_E1, moved_ED, block.default_ED)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -96,9 +83,3 @@ class DefaultVectors(L.Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._sums = {name: OutputSums(*from_checkpoint(*sums)) for name, sums in state.items()}
-
-
-def _global(sums: OutputSums) -> OutputSums:
-    sums = OutputSums(sums.sum_ED.clone(), sums.weight_E.clone())
-    sum_over_ranks(sums.sum_ED, sums.weight_E)
-    return sums

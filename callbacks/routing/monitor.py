@@ -10,7 +10,6 @@ from torch import Tensor
 from app.moe import MoEBlock, moe_blocks
 from app.moe.flops import FlopMeter
 
-from ..methods.balance import LossFreeBalance
 from .history import RoutingHistory
 from .statistics import (
     Sums,
@@ -18,6 +17,7 @@ from .statistics import (
     block_state,
     expert_statistics,
     router_statistics,
+    slot_state,
     statistics,
     to_host,
     utilisation,
@@ -75,7 +75,6 @@ class RoutingMonitor(L.Callback):
         self.validation: dict[str, float] = {}
         self.history: dict[str, RoutingHistory] = {}
         self.taking: dict[str, dict[str, Tensor]] = {"": {}, "val_": {}}
-        self._biased = False
         self._sums = {"": Sums(), "val_": Sums()}
         self._vectors: dict[str, Tensor] = {}  # default vectors when last logged, by layer
         self._experts: dict[str, dict[str, Tensor]] = {}  # of the last interval, by layer
@@ -83,7 +82,6 @@ class RoutingMonitor(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self.blocks = moe_blocks(pl_module)
-        self._biased = any(isinstance(each, LossFreeBalance) for each in trainer.callbacks)
         self.teardown(trainer, pl_module, stage)
         self.meter = FlopMeter(pl_module.network)
 
@@ -151,7 +149,7 @@ class RoutingMonitor(L.Callback):
         states = {
             f"{name}/{key}": value
             for name, block in self.blocks.items()
-            for key, value in block_state(block, self._biased).items()
+            for key, value in block_state(block).items()
         }
         units, flops = float(sums.pop("units")), float(sums.pop("flops"))
         sums_of, state_of = _by_layer(sums), _by_layer(to_host(states))
@@ -202,8 +200,8 @@ class RoutingMonitor(L.Callback):
         history = self.history.setdefault(name, RoutingHistory())
         history.add(trainer.global_step, sums["load_E"], active_E)
         self._experts[name] = {"load": utilisation(sums["load_E"], active_E)[active_E]}
-        if "threshold_E" in state:
-            self._experts[name]["threshold"] = state["threshold_E"][active_E]
+        for key, value_E in slot_state(state).items():
+            self._experts[name][key] = value_E[active_E]
         return values
 
     def _add_histograms(self, trainer: L.Trainer) -> None:

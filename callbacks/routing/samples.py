@@ -20,7 +20,6 @@ from torch import Tensor
 
 from app.figures import COLORS, font
 from app.moe import Routing
-from app.moe.routers import TopAnyRouting
 from app.tasks.samples import ImageSamples, TextSamples, spread
 
 COLUMNS = 80  # characters of a line of text
@@ -52,9 +51,7 @@ class Choices:
 
         mask_BSE = pick(routing.mask_TE)
         gates_BSE = pick(routing.gates_TE).masked_fill(~mask_BSE, torch.nan)
-        rank_BSE = gates_BSE.abs()
-        if isinstance(routing, TopAnyRouting):
-            rank_BSE = pick(routing.similarity_TE)
+        rank_BSE = pick(routing.order_TE())
         first_BS = rank_BSE.masked_fill(~mask_BSE, -torch.inf).argmax(2)
         return cls(first_BS.masked_fill(pick(routing.unrouted_T()), -1), gates_BSE)
 

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from app.moe import MoEBlock, OutputSums
-from app.moe.routers import TernaryRouting, TopAnyRouting
 from app.moe.sharded import full
 
 from ..common import for_checkpoint, from_checkpoint, sum_over_ranks, widest_float
@@ -106,57 +105,32 @@ def batch_sums(block: MoEBlock) -> dict[str, Tensor]:
     """
     routing = block.routing
     gates_TE, probs_TR = routing.gates_TE.detach(), routing.distribution_TR().detach()
-    own_TE = routing.mask_TE
-    if isinstance(routing, TopAnyRouting):
-        own_TE = routing.hard_gates_TE.detach() > 0.5
+    own_TE = routing.own_TE()
     count_T = own_TE.sum(1)
     one_T = gates_TE.new_ones(()).expand(len(count_T))
-    size_TE = gates_TE.abs() if isinstance(routing, TernaryRouting) else gates_TE
     sums = {
         "load_E": routing.mask_TE.sum(0, dtype=torch.float32),
         # Not bincount, for which the host waits to know the largest count.
         "taking_K": gates_TE.new_zeros(own_TE.shape[1] + 1).index_add_(0, count_T, one_T),
         "gate_E": gates_TE.sum(0),
-        "gate_top": size_TE.amax(1).sum(),
+        "gate_top": gates_TE.abs().amax(1).sum(),
         "probs_R": probs_TR.sum(0),
         "entropy": torch.special.entr(probs_TR).sum(),
     }
-    if isinstance(routing, TernaryRouting):
-        sums |= {"gate_size_E": size_TE.sum(0)} | _ternary_sums(routing)
-    if block.default_vectors != "none" and block.output_sums is not None:
-        sums |= {
-            "output_ED": block.output_sums.sum_ED,
-            "output_weight_E": block.output_sums.weight_E,
-        }
+    sums |= routing.sums()
+    if block.defaults is not None and block.defaults.observed is not None:
+        outputs = block.defaults.observed
+        sums |= {"output_ED": outputs.sum_ED, "output_weight_E": outputs.weight_E}
     return sums
 
 
-def _ternary_sums(routing: TernaryRouting) -> dict[str, Tensor]:
-    chosen_L = routing.chosen_TLE.sum((0, 2))
-    return {
-        "positive": (chosen_L * (routing.levels_L > 0)).sum(),
-        "negative": (chosen_L * (routing.levels_L < 0)).sum(),
-        "null": routing.chosen_null_T.sum(),
-    }
-
-
 @torch.no_grad()
-def block_state(block: MoEBlock, biased: bool = False) -> dict[str, Tensor]:
-    """What the statistics need to know of the block itself, on its device.
-
-    Args:
-        block: the block.
-        biased: whether a balancing bias moves.
-    """
-    router = block.router
+def block_state(block: MoEBlock) -> dict[str, Tensor]:
+    """What the statistics need to know of the block itself, on its device."""
     state = {"active_E": block.active_E, "similarity_RR": similarity(block)}
-    if hasattr(router, "threshold"):
-        state["threshold_E"] = full(router.threshold)
     if block.default_vectors != "none":
         state["default_ED"] = full(block.default_ED)
-    if biased:
-        state["bias_E"] = router.balance_bias_E
-    return state
+    return state | block.router.state()
 
 
 @torch.no_grad()
@@ -202,14 +176,7 @@ def statistics(
         "gate_max": float(sums["gate_top"]) / tokens,
         "gate_sum": gate / tokens,
     }
-    if "null" in sums:
-        values |= _ternary(sums, values["experts_per_token"], block.router.k)
-    if "threshold_E" in state:
-        threshold = state["threshold_E"][active_E]
-        values["threshold_mean"] = float(threshold.mean())
-        values["threshold_min"] = float(threshold.min())
-        values["threshold_max"] = float(threshold.max())
-    return values
+    return values | block.router.statistics(sums, state, active_E)
 
 
 def utilisation(load_E: Tensor, active_E: Tensor) -> Tensor:
@@ -218,26 +185,16 @@ def utilisation(load_E: Tensor, active_E: Tensor) -> Tensor:
     return torch.where(active_E, load_E / mean, torch.nan)
 
 
-def _ternary(sums: dict[str, Tensor], executed: float, k: int) -> dict[str, float]:
-    kinds = ("positive", "negative", "null")
-    selections = sum(float(sums[kind]) for kind in kinds)
-    shares = {f"share_{kind}": float(sums[kind]) / selections for kind in kinds}
-    return {"executed_experts": executed, "flops_saved": 1.0 - executed / k} | shares
-
-
 def router_statistics(state: dict[str, Tensor]) -> dict[str, float]:
-    """Statistics of the router's weights, in training only: similarities and balancing biases."""
+    """Similarities of the routing vectors, in training only."""
     active_E, similarity_RR = state["active_E"].bool(), state["similarity_RR"]
     values = {}
-    # A ternary router has several vectors for each expert, and all of its experts are active.
+    # A router with several vectors for each expert: all of its experts are active.
     active_R = active_E if len(active_E) == len(similarity_RR) else similarity_RR.diagonal() > 0
     pairs_RR = torch.triu(active_R & active_R[:, None], diagonal=1)
     if pairs_RR.any():
         values["vector_similarity"] = float(similarity_RR[pairs_RR].mean())
         values["vector_similarity_max"] = float(similarity_RR[pairs_RR].max())
-    if "bias_E" in state:
-        bias = state["bias_E"][active_E]
-        values |= {"bias_max": float(bias.max()), "bias_min": float(bias.min())}
     return values
 
 
@@ -270,6 +227,15 @@ def vector_statistics(
     return values
 
 
+def slot_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What of a block's state has one value for each slot, by name without its suffix."""
+    return {
+        name.removesuffix("_E"): value
+        for name, value in state.items()
+        if name.endswith("_E") and name != "active_E"
+    }
+
+
 def expert_statistics(sums: dict[str, Tensor], state: dict[str, Tensor]) -> dict[str, float]:
     """Statistics of each active expert, by `<statistic>/<slot>`."""
     load_E, active_E = sums["load_E"], state["active_E"].bool()
@@ -277,7 +243,6 @@ def expert_statistics(sums: dict[str, Tensor], state: dict[str, Tensor]) -> dict
         "load": utilisation(load_E, active_E),
         "gate": sums.get("gate_size_E", sums["gate_E"]) / load_E.clamp_min(1.0),
     }
-    if "threshold_E" in state:
-        each["threshold"] = state["threshold_E"]
+    each |= slot_state(state)
     slots = active_E.nonzero().flatten().tolist()
     return {f"{name}/{slot:02}": float(v_E[slot]) for name, v_E in each.items() for slot in slots}

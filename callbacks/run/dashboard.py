@@ -142,11 +142,7 @@ def _multiline(*tags: str) -> list[Any]:
 
 
 def _own_statistics(block: MoEBlock) -> list[str]:
-    keys = ["vector_similarity"]
-    if hasattr(block.router, "threshold"):
-        keys.append("threshold_mean")
-    if hasattr(block.router, "levels_L"):
-        keys += ["executed_experts", "share_positive", "share_negative", "share_null"]
+    keys = ["vector_similarity", *block.router.own_statistics]
     if block.default_vectors != "none":
         keys += ["default_norm", "default_drift", "default_distance"]
     return keys

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import lightning as L
@@ -96,10 +95,10 @@ class NumericalGuards(L.Callback):
             for name, block in moe_blocks(network).items():
                 for module, see in (
                     (block.router, partial(self._see_routing, name)),
+                    (block.experts, partial(self._see_experts, name)),
                     (block, partial(self._see_defaults, name)),
                 ):
                     self._hooks.append(module.register_forward_hook(see))
-                self._hooks.append(self._watch_experts(name, block.experts))
         for name, module in network.named_modules() if self.check_layers else _layers(network):
             if name and not isinstance(module, nn.Identity):
                 see = partial(self._see_output, f"the output of {name}")
@@ -128,27 +127,14 @@ class NumericalGuards(L.Callback):
     def _see_routing(self, name: str, router: nn.Module, inputs: Any, routing: Routing) -> None:
         if not router.training:
             return
-        for field in ("logits_TR", "logits_TE", "similarity_TE"):
-            logits = getattr(routing, field, None)
-            if logits is not None:  # -inf stands for slots not in use
-                used = logits.detach().nan_to_num(torch.nan, torch.inf, 0.0)
-                self._see(f"the router logits of {name}", used)
-        self._see(f"the thresholds of {name}", getattr(router, "threshold", None))
-        self._see(f"the gates of {name}", routing.gates_TE)
+        for what, value in routing.watched().items():  # -inf stands for slots not in use
+            used = value.detach().nan_to_num(torch.nan, torch.inf, 0.0)
+            self._see(f"the {what} of {name}", used)
 
-    def _watch_experts(self, name: str, experts: Experts) -> Any:
-        """Puts itself between a block and its experts, which are computed in parts."""
-        parts = experts.parts
-
-        def watched(*arguments: Any) -> list[Tensor]:
-            outputs = parts(*arguments)
-            if experts.training:
-                sums = torch.stack([each.detach().float().sum() for each in outputs])
-                self._see(f"the expert outputs of {name}", sums)
-            return outputs
-
-        experts.parts = watched
-        return SimpleNamespace(remove=lambda: delattr(experts, "parts"))
+    def _see_experts(self, name: str, experts: Experts, inputs: Any, outputs: list[Tensor]) -> None:
+        if experts.training:
+            sums = torch.stack([each.detach().float().sum() for each in outputs])
+            self._see(f"the expert outputs of {name}", sums)
 
     def _see_defaults(self, name: str, block: MoEBlock, inputs: Any, output: Any) -> None:
         if block.training:

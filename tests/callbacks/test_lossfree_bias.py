@@ -88,7 +88,9 @@ def test_gates_come_from_unbiased_probabilities(tmp_path):
 
 @pytest.mark.parametrize("router", [Dense, TopP, TopAny, Ternary])
 def test_other_routers_are_refused(tmp_path, router):
-    with pytest.raises(MisconfigurationException, match=f"router of blocks.0 is {router.__name__}"):
+    with pytest.raises(
+        MisconfigurationException, match=f"{router.__name__} of blocks.0: its selection"
+    ):
         fit(tmp_path, Toy(toy_block(router)), batches(1), LossFreeBalance())
 
 

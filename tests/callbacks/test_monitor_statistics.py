@@ -298,7 +298,9 @@ def test_default_vectors(tmp_path):
 
         def on_train_batch_end(self, trainer, pl_module, *_):
             vectors.append(block.default_ED[:4].double().clone())
-            sums.append((block.output_sums.sum_ED[:4].double(), block.output_sums.weight_E[:4]))
+            sums.append(
+                (block.defaults.observed.sum_ED[:4].double(), block.defaults.observed.weight_E[:4])
+            )
 
         def on_validation_batch_end(self, *_):
             pass

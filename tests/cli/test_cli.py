@@ -151,7 +151,7 @@ def test_last_passes_over_a_truncated_checkpoint(run, tmp_path, capsys):
         ("--trainer.max_epoch=3", "did you mean --trainer.max_epochs"),
         ("--trainer.callbacks+=Foo", "there is no class Foo"),
         ("--trainer.callbacks+=callbacks.DefaultVectors", "no MoE block has default_vectors"),
-        ("--trainer.callbacks+=callbacks.LossFreeBalance", "biases the selection of TopK"),
+        ("--trainer.callbacks+=callbacks.LossFreeBalance", "takes no account of a bias; use TopK"),
         ("--data.root=x", "unknown key data.root; DigitsData accepts: channels"),
         ("--data.batch_size=0", "batch_size is 0"),
         ("--data.batch_size=5000", "batch_size=5000 is larger than the dataset"),

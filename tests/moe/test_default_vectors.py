@@ -161,11 +161,11 @@ def naive_sums(block: MoEBlock, name: str, x_TD: Tensor, weighting: str) -> tupl
 def test_collected_sums_equal_naive(name: str, weighting: str, experts: str, seed: int) -> None:
     """The sums, their weights and the weighted mean (divided by the sum of weights, not by K)."""
     block = with_vectors(name, seed, experts=EXPERTS[experts])
-    block.collect = weighting
+    block.defaults.follow(0.0, weighting)
     x_TD = tokens(seed)
     block(x_TD)
     sum_ED, weight_E = naive_sums(block, name, x_TD, weighting)
-    sums = block.output_sums
+    sums = block.defaults.observed
     close = {"rtol": 1e-5, "atol": 1e-6, "check_dtype": False}
     torch.testing.assert_close(sums.sum_ED, sum_ED, **close)
     torch.testing.assert_close(sums.weight_E, weight_E, **close)
@@ -178,12 +178,12 @@ def test_collected_sums_equal_naive(name: str, weighting: str, experts: str, see
 def test_mean_does_not_grow_with_the_batch(weighting: str) -> None:
     """The same tokens twice give the same mean (the printed formula would give it twice)."""
     block = with_vectors("top2")
-    block.collect = weighting
+    block.defaults.follow(0.0, weighting)
     x_TD = tokens(0)
     block(x_TD)
-    once = block.output_sums
+    once = block.defaults.observed
     block(torch.cat([x_TD, x_TD]))
-    twice = block.output_sums
+    twice = block.defaults.observed
     torch.testing.assert_close(twice.mean_ED(), once.mean_ED())
     torch.testing.assert_close(twice.weight_E, 2 * once.weight_E)
 
@@ -191,33 +191,33 @@ def test_mean_does_not_grow_with_the_batch(weighting: str) -> None:
 def test_nothing_is_collected_in_evaluation_or_unasked() -> None:
     block = with_vectors("top2")
     block(tokens(0))
-    assert block.output_sums is None
-    block.collect = "uniform"
+    assert block.defaults.observed is None
+    block.defaults.follow(0.0, "uniform")
     block.eval()(tokens(0))
-    assert block.output_sums is None
+    assert block.defaults.observed is None
     block.train()(tokens(0))
-    kept = block.output_sums
+    kept = block.defaults.observed
     block.eval()(tokens(1))
-    assert block.output_sums is kept
+    assert block.defaults.observed is kept
 
 
 def test_sums_are_float32_under_autocast() -> None:
     block = make_block(CASES["top2"].router, default_vectors="ema", double=False)
     for weighting in ("uniform", "router"):
-        block.collect = weighting
+        block.defaults.follow(0.0, weighting)
         with torch.autocast("cpu", torch.bfloat16):
             y_TD = block(tokens(0, double=False))
         assert y_TD.isfinite().all() and y_TD.dtype == torch.float32
-        assert block.output_sums.sum_ED.dtype == torch.float32
-        assert block.output_sums.weight_E.dtype == torch.float32
+        assert block.defaults.observed.sum_ED.dtype == torch.float32
+        assert block.defaults.observed.weight_E.dtype == torch.float32
 
 
 def test_empty_batch_collects_zeros() -> None:
     block = with_vectors("top2")
-    block.collect = "router"
+    block.defaults.follow(0.0, "router")
     block(tokens(0, 0, DIM))
-    assert not block.output_sums.sum_ED.any() and not block.output_sums.weight_E.any()
-    assert not block.output_sums.mean_ED().any()
+    assert not block.defaults.observed.sum_ED.any() and not block.defaults.observed.weight_E.any()
+    assert not block.defaults.observed.mean_ED().any()
 
 
 def test_mean_of_unused_experts_is_zero() -> None:
@@ -225,17 +225,22 @@ def test_mean_of_unused_experts_is_zero() -> None:
     assert torch.equal(sums.mean_ED(), torch.zeros(3, 2))
 
 
-def test_lookahead_replaces_the_vectors_while_training_only() -> None:
+def test_update_before_the_forward_pass_while_training_only() -> None:
     """Update before the forward pass: V of this very batch, and no gradient through it."""
     block = with_vectors("top2")
-    block.collect = "uniform"
     x_TD = tokens(0)
+    block.default_seen_E.copy_(torch.arange(SLOTS) % 2 == 0)
     stored_ED = block.default_ED.clone()
     before_TD = block.eval()(x_TD)
-    block.lookahead = lambda sums: sums.mean_ED().double() + 1.0
+    block.defaults.follow(0.75, "uniform", before=True)
     assert torch.equal(block(x_TD), before_TD)
     actual_TD = block.train()(x_TD)
-    used_ED = block.output_sums.mean_ED().double() + 1.0
+    sums = block.defaults.observed
+    used_ED = stored_ED.clone()
+    for e in sums.weight_E.nonzero().flatten().tolist():
+        beta = 0.75 if block.default_seen_E[e] else 0.0
+        used_ED[e] = beta * stored_ED[e] + (1 - beta) * sums.mean_ED()[e]
+    assert not torch.equal(used_ED, stored_ED)
     choices = naive_choices(CASES["top2"], block, x_TD)
     expected_TD = naive_output(block, x_TD, choices, default_ED=used_ED)
     torch.testing.assert_close(actual_TD, expected_TD)

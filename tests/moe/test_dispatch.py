@@ -81,14 +81,15 @@ def test_one_grouped_part_equals_a_part_for_each_expert(
     block = MoEBlock(8, 16, router, EXPERTS[experts], num_experts=4, default_vectors=vectors)
     randomize(block, 0)
     block.deactivate(1)
-    block.collect = None if vectors == "none" else "router"
+    if block.defaults:
+        block.defaults.follow(0.9, "router")
     results = []
     for _ in range(2):
         x_TD = torch.randn(30, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
         y_TD = block(x_TD)
         block.zero_grad()
         y_TD.square().sum().backward()
-        sums = [block.output_sums.sum_ED] if block.collect else []
+        sums = [block.defaults.observed.sum_ED] if block.defaults else []
         grads = [parameter.grad.clone() for parameter in block.parameters()]
         results.append([y_TD.detach(), x_TD.grad, *grads, *sums])
         all_at_once = lambda self, x, pairs: (None, [len(pairs.token_N)])  # noqa: E731

@@ -50,7 +50,7 @@ def test_slices_equal_naive_loop(kind: type[Experts], sizes: list[int]) -> None:
     experts = build(kind).double()
     x_ND = inputs(sum(sizes), torch.float64)
     pairs = group(sizes)
-    actual_ND = experts(x_ND, pairs)
+    actual_ND = experts.of_pairs(x_ND, pairs)
     assert actual_ND.shape == x_ND.shape
     weights = dict(experts.named_parameters())
     rows = [
@@ -80,7 +80,7 @@ def test_grouped_products_equal_slices(
     weight_ND = torch.randn(x_ND.shape, generator=torch.Generator().manual_seed(2)).to(dtype)
     results = []
     for y_ND in (
-        experts(x_ND, pairs),
+        experts.of_pairs(x_ND, pairs),
         experts.expert(GroupedLinear(pairs), x_ND, *stacked),
     ):
         grads = torch.autograd.grad((y_ND * weight_ND).sum(), [x_ND, *stacked])
@@ -100,7 +100,7 @@ def test_grouped_products_under_autocast(kind: type[Experts]) -> None:
     x_ND = inputs(9)
     with torch.autocast("cpu", torch.bfloat16):
         y_ND = experts.expert(GroupedLinear(pairs), x_ND, *experts.parameters())
-        slices_ND = experts(x_ND, pairs)
+        slices_ND = experts.of_pairs(x_ND, pairs)
     assert y_ND.dtype == slices_ND.dtype == torch.bfloat16
     torch.testing.assert_close(y_ND, slices_ND, rtol=0.06, atol=0.06)
     y_ND.float().square().sum().backward()
@@ -112,7 +112,7 @@ def test_grouped_products_take_a_broadcast_gradient(kind: type[Experts]) -> None
     """A plain sum hands back an expanded gradient, which the slices take too."""
     experts, pairs, x_ND = build(kind), group(SIZES["some empty"]), inputs(9)
     stacked = list(experts.parameters())
-    expected = torch.autograd.grad(experts(x_ND, pairs).sum(), stacked)
+    expected = torch.autograd.grad(experts.of_pairs(x_ND, pairs).sum(), stacked)
     actual = torch.autograd.grad(
         experts.expert(GroupedLinear(pairs), x_ND, *stacked).sum(), stacked
     )
@@ -182,7 +182,7 @@ def test_flops_per_pair(kind: type[Experts]) -> None:
     experts = kind(8, 16, 5)
     pairs = group([3, 0, 4, 0, 0])
     with FlopCounterMode(display=False) as counter:
-        experts(inputs(7).detach(), pairs)
+        experts.of_pairs(inputs(7).detach(), pairs)
     assert counter.get_total_flops() == 7 * experts.flops_per_pair()
     matrices = {GeluExperts: 2, SwiGLUExperts: 3}[kind]
     assert experts.flops_per_pair() == 2 * matrices * 8 * 16
@@ -200,9 +200,9 @@ def test_large_float32_experts_by_onednn(kind: type[Experts], sizes: list[int]) 
     x_ND = torch.randn(sum(sizes), 128, requires_grad=True)
     assert experts.by_onednn(x_ND) and not double.by_onednn(x_ND.double())
     with FlopCounterMode(display=False) as counter:
-        y_ND = experts(x_ND, pairs)
+        y_ND = experts.of_pairs(x_ND, pairs)
     assert counter.get_total_flops() == sum(sizes) * experts.flops_per_pair()
-    expected_ND = double(x_ND.double(), pairs)
+    expected_ND = double.of_pairs(x_ND.double(), pairs)
     scale = {"rtol": 1e-5, "check_dtype": False}
     torch.testing.assert_close(y_ND, expected_ND, atol=1e-5 * _largest(expected_ND), **scale)
     # A gradient with strides of its own, as a transposed one.
@@ -228,11 +228,11 @@ def test_output_is_independent_of_other_slots() -> None:
     """Slots without rows may hold anything, NaN included."""
     experts = build(GeluExperts)
     pairs, x_ND = group(SIZES["some empty"]), inputs(9).detach()
-    before_ND = experts(x_ND, pairs)
+    before_ND = experts.of_pairs(x_ND, pairs)
     with torch.no_grad():
         for parameter in experts.parameters():
             parameter[[1, 4]] = torch.nan
-    assert torch.equal(experts(x_ND, pairs), before_ND)
+    assert torch.equal(experts.of_pairs(x_ND, pairs), before_ND)
 
 
 def test_partial_options_reach_the_experts() -> None:

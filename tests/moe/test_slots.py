@@ -87,7 +87,7 @@ def train(block: MoEBlock, optimizer: Optimizer, steps: int = STEPS, scale: floa
 
 
 def copies(block: MoEBlock) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in slot_parameters(block).items()}
+    return {name: p.detach().clone() for name, (p, _) in slot_parameters(block).items()}
 
 
 def rebirth(block: MoEBlock, optimizer: Optimizer, slot: int = SLOT) -> None:
@@ -109,7 +109,7 @@ def first_move(
     train(block, optimizer, steps)
     rebirth(block, optimizer)
     set_gradients(block, steps)
-    for parameter in slot_parameters(block).values():
+    for parameter, _ in slot_parameters(block).values():
         parameter.grad[SLOT] = grad(parameter.grad[SLOT])
     assert bound_first_step(optimizer, block, SLOT)
     before = copies(block)
@@ -197,9 +197,9 @@ def test_first_sgd_step_is_a_plain_one(name: str) -> None:
     set_gradients(block, STEPS)
     bound_first_step(optimizer, block, SLOT)
     before = copies(block)
-    grads = {key: p.grad[SLOT].clone() for key, p in slot_parameters(block).items()}
+    grads = {key: p.grad[SLOT].clone() for key, (p, _) in slot_parameters(block).items()}
     optimizer.step()
-    for key, parameter in slot_parameters(block).items():
+    for key, (parameter, _) in slot_parameters(block).items():
         decay = DECAY if parameter.ndim == 3 else 0.0
         gradient = grads[key] + decay * before[key][SLOT]
         factor = 1.9 if "nesterov" in name else 1.0  # g + momentum * buffer, the buffer being g
@@ -236,7 +236,7 @@ def test_parameters_without_slots_are_left_alone() -> None:
     block = fresh_block(router, shared_experts=1)
     optimizer = make_optimizer("adamw", block)
     train(block, optimizer, 5)
-    owned = {id(p) for p in slot_parameters(block).values()}
+    owned = {id(p) for p, _ in slot_parameters(block).values()}
     kept = {
         name: {key: value.clone() for key, value in optimizer.state[p].items()}
         for name, p in block.named_parameters()
@@ -266,7 +266,7 @@ def test_parameters_without_slots_are_left_alone() -> None:
         (TopK, {"default_vectors": "trained"}, {"router.weight", "default_ED"}),
         (TopK, {"default_vectors": "ema"}, {"router.weight"}),
         (TopK, {"experts": SwiGLUExperts, "shared_experts": 1}, {"router.weight"}),
-        (Ternary, {}, set()),
+        (Ternary, {}, {"router.weight"}),
     ],
 )
 def test_slot_parameters(router, options: dict, expected: set[str]) -> None:
@@ -283,11 +283,11 @@ def test_forget_slot_takes_the_mean_of_the_other_active_experts() -> None:
     train(block, optimizer, 5)
     expected = {
         (name, key): optimizer.state[p][key][[0, 3, 5]].mean(0)
-        for name, p in slot_parameters(block).items()
+        for name, (p, _) in slot_parameters(block).items()
         for key in ("exp_avg_sq", "max_exp_avg_sq")
     }
     forget_slot(optimizer, block, SLOT)
-    for name, parameter in slot_parameters(block).items():
+    for name, (parameter, _) in slot_parameters(block).items():
         state = optimizer.state[parameter]
         assert not state["exp_avg"][SLOT].any()
         assert state["exp_avg"][0].any()
@@ -319,7 +319,7 @@ def test_bound_waits_for_the_first_gradient() -> None:
     block.zero_grad()
     assert not bound_first_step(optimizer, block, SLOT)
     set_gradients(block, 1)
-    for parameter in slot_parameters(block).values():
+    for parameter, _ in slot_parameters(block).values():
         parameter.grad[SLOT] = 0.0
     assert not bound_first_step(optimizer, block, SLOT)
     set_gradients(block, 2)
@@ -403,5 +403,5 @@ def test_a_real_birth_through_backward() -> None:
         before = copies(block)
         optimizer.step()
     for key, old in before.items():
-        moved = (slot_parameters(block)[key].detach()[5] - old[5]).abs()
+        moved = (slot_parameters(block)[key][0].detach()[5] - old[5]).abs()
         assert (moved <= LR * (1 + 1e-5) + (LR * DECAY + 2e-7) * old[5].abs()).all(), key

@@ -251,7 +251,7 @@ def _distance_sums(block: MoEBlock, x_TD: Tensor, real_T: Tensor) -> Tensor:
     others: (2, 2, E), float64."""
     mask_TE = block.routing.mask_TE
     pairs = replace(block.routing, mask_TE=block.active_E & real_T[:, None]).pairs()
-    y_ND = block.experts(x_TD[pairs.token_N], pairs)
+    y_ND = block.experts.of_pairs(x_TD[pairs.token_N], pairs)
     default_ND = block.default_ED[pairs.expert_N]
     # 0 / 0 or x / 0 where there is no default vector: not a distance.
     distance_N = (y_ND - default_ND).norm(dim=1) / default_ND.norm(dim=1)

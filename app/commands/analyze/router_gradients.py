@@ -138,7 +138,7 @@ def _explained(block: MoEBlock, x: Tensor) -> float:
     routing = block.router.eval()(x_TD, block.active_E)
     block.router.train(training)
     pairs = replace(routing, mask_TE=~routing.mask_TE & block.active_E).pairs()
-    y_ND = block.experts(x_TD[pairs.token_N], pairs)
+    y_ND = block.experts.of_pairs(x_TD[pairs.token_N], pairs)
     rest_ND = y_ND - block.default_ED[pairs.expert_N]
     return float(1.0 - rest_ND.square().sum() / y_ND.square().sum())
 

@@ -259,7 +259,7 @@ def _equalize(cases: dict[str, Case], x_TD: Tensor, k: int) -> None:
     block = cases["default"].module
     callback = DefaultVectors()
     callback.blocks = {"block": block}
-    block.collect = callback.weighting
+    block.defaults.follow(callback.beta, callback.weighting)
 
     def update() -> None:
         callback.on_after_backward(None, None)
@@ -417,7 +417,7 @@ class Marks:
 @contextlib.contextmanager
 def _marked(block: MoEBlock, marks: Marks) -> Iterator[None]:
     experts = block.experts
-    compute = experts.parts
+    compute = experts.forward
 
     def marked(inputs: Sequence[Tensor], *rest: Any) -> Sequence[Tensor]:
         marks.set("gathered")
@@ -434,10 +434,10 @@ def _marked(block: MoEBlock, marks: Marks) -> Iterator[None]:
         block.router.register_forward_hook(lambda *_: marks.set("routed")),
         block.register_forward_hook(lambda *_: marks.set("combined")),
     ]
-    experts.parts = marked
+    experts.forward = marked
     try:
         yield
     finally:
-        del experts.parts
+        del experts.forward
         for hook in hooks:
             hook.remove()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from .base import SoftmaxRouter, SoftmaxRouting, softmax
@@ -12,6 +14,10 @@ class Dense(SoftmaxRouter):
 
     why_not_adaptive = "every token takes every expert, so none is ever unused or missing"
     why_not_default_vectors = "every expert is executed, so no default vector is ever used"
+
+    @classmethod
+    def label(cls, **init_args: Any) -> str:
+        return "dense mixture"
 
     def forward(self, x_TD: Tensor, active_E: Tensor) -> SoftmaxRouting:
         logits_TE = self.logits(x_TD, active_E)

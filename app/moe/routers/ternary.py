@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,19 @@ class TernaryRouting(SoftmaxRouting):
     chosen_null_T: Tensor
     null_gate_T: Tensor
     levels_L: Tensor
+
+    def watched(self) -> dict[str, Tensor]:
+        return super().watched() | {"router logits": self.logits_TR}
+
+    def sums(self) -> dict[str, Tensor]:
+        """Selections by sign of the level, and sizes of the gates, whose sum may cancel."""
+        chosen_L = self.chosen_TLE.sum((0, 2))
+        return {
+            "gate_size_E": self.gates_TE.detach().abs().sum(0),
+            "positive": (chosen_L * (self.levels_L > 0)).sum(),
+            "negative": (chosen_L * (self.levels_L < 0)).sum(),
+            "null": self.chosen_null_T.sum(),
+        }
 
     def load_E(self) -> Tensor:
         """Selections of each physical expert: those of all its levels, nulls left out."""
@@ -74,6 +87,7 @@ class Ternary(Router):
         "an expert has one routing vector for each level, and a token that takes only null "
         "experts has chosen them; use TopAny, TopK or TopP"
     )
+    own_statistics = ("executed_experts", "share_positive", "share_negative", "share_null")
 
     def __init__(
         self,
@@ -137,6 +151,25 @@ class Ternary(Router):
             null_gate_T=gates_TR[:, split:].sum(1),
             levels_L=levels_L,
         )
+
+    @classmethod
+    def label(cls, k: int = 2, **init_args: Any) -> str:
+        return f"TC-MoE, top-{k}"
+
+    def slot_rows(self) -> dict[str, Tensor]:
+        """One row for each level of a slot; those of the nulls belong to none."""
+        rows_LE = torch.arange(len(self.levels_L) * self.slots).view(-1, self.slots)
+        return {"weight": rows_LE.t(), "shift_R": rows_LE.t()}
+
+    def statistics(
+        self, sums: dict[str, Tensor], state: dict[str, Tensor], active_E: Tensor
+    ) -> dict[str, float]:
+        """Experts executed for a token, what that saves of k, and selections by sign."""
+        executed = float(sums["load_E"].sum() / sums["taking_K"].sum())
+        kinds = ("positive", "negative", "null")
+        selections = sum(float(sums[kind]) for kind in kinds)
+        shares = {f"share_{kind}": float(sums[kind]) / selections for kind in kinds}
+        return {"executed_experts": executed, "flops_saved": 1.0 - executed / self.k} | shares
 
     def _gates(self, probs_TR: Tensor, chosen_TR: Tensor) -> Tensor:
         """Gates of all outputs, 0 where not selected; under `always_null` every null has one."""

@@ -13,7 +13,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ..routing import Routing
-from ..sharded import write_slot
+from ..sharded import full
 from .base import Router, renormalize
 
 
@@ -26,15 +26,25 @@ class TopAnyRouting(Routing):
         hard_gates_TE: 1 for a pair above its threshold and 0 elsewhere, with the straight-through
             gradient (before any evaluation fallback).
         vectors_ED: the routing vectors, with gradient.
+        threshold_E: G, the thresholds, with gradient.
     """
 
     similarity_TE: Tensor
     hard_gates_TE: Tensor
     vectors_ED: Tensor
+    threshold_E: Tensor
 
-    def unrouted_T(self) -> Tensor:
-        """Tokens above no threshold, whether or not an evaluation fallback routes them."""
-        return self.hard_gates_TE.detach().sum(1) == 0
+    def own_TE(self) -> Tensor:
+        """Pairs above their threshold, without those of an evaluation fallback."""
+        return self.hard_gates_TE.detach() > 0.5
+
+    def order_TE(self) -> Tensor:
+        """By similarity: the gates are equal."""
+        return self.similarity_TE.detach()
+
+    def watched(self) -> dict[str, Tensor]:
+        logits = {"router logits": self.similarity_TE, "thresholds": self.threshold_E}
+        return logits | super().watched()
 
 
 class TopAny(Router):
@@ -66,6 +76,7 @@ class TopAny(Router):
         "thresholds are independent of each other and give no distribution over experts; "
         "use a softmax router (TopK, TopP, Ternary)"
     )
+    own_statistics = ("threshold_mean",)
 
     def __init__(
         self,
@@ -125,6 +136,7 @@ class TopAny(Router):
             similarity_TE,
             hard_TE,
             vectors_ED,
+            threshold_E,
         )
 
     def _features(self, x_TD: Tensor) -> Tensor:
@@ -133,10 +145,23 @@ class TopAny(Router):
         hidden = F.gelu(F.linear(x_TD, up.weight.to(x_TD), up.bias.to(x_TD)))
         return F.linear(hidden, down.weight.to(x_TD), down.bias.to(x_TD))
 
-    def aim(self, slot: int, direction_D: Tensor) -> None:
-        """A new expert: w = direction, G = 0 (arXiv 2405.14297, section 3.2)."""
-        super().aim(slot, direction_D)
-        write_slot(self.threshold, slot, 0.0)
+    @classmethod
+    def label(cls, **init_args: Any) -> str:
+        return "top-any"
+
+    def state(self) -> dict[str, Tensor]:
+        return {"threshold_E": full(self.threshold)}
+
+    def statistics(
+        self, sums: dict[str, Tensor], state: dict[str, Tensor], active_E: Tensor
+    ) -> dict[str, float]:
+        """Mean, smallest and largest threshold of the active experts."""
+        threshold = state["threshold_E"][active_E]
+        return {
+            "threshold_mean": float(threshold.mean()),
+            "threshold_min": float(threshold.min()),
+            "threshold_max": float(threshold.max()),
+        }
 
     def flops_per_token(self) -> int:
         deep = 0 if self.mlp is None else 4 * self.mlp[0].weight.numel()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +35,7 @@ class TopK(SoftmaxRouter):
     """
 
     balance_bias_E: Tensor
+    why_not_balanced = None
 
     def __init__(
         self,
@@ -62,6 +64,11 @@ class TopK(SoftmaxRouter):
         self.k, self.normalize, self.jitter, self.estimator = k, normalize, jitter, estimator
         self.noise_weight = nn.Parameter(torch.zeros(slots, dim)) if noise else None
         self.register_buffer("balance_bias_E", torch.zeros(slots))
+        if estimator == "sparsemixer":
+            self.why_not_balanced = (
+                "estimator: sparsemixer draws the experts from p and takes no account of a bias; "
+                "set it to plain"
+            )
         if normalize:
             self.why_not_default_vectors = (
                 "gates renormalised over the kept experts leave no probability for the others; "
@@ -86,13 +93,25 @@ class TopK(SoftmaxRouter):
                 gates_TE = renormalize(gates_TE)
         return SoftmaxRouting(mask_TE, gates_TE, active_E, x_TD.detach(), logits_TE, probs_TE)
 
-    def aim(self, slot: int, direction_D: Tensor) -> None:
-        """A new expert: its routing vector points in `direction_D`; no noise, no bias."""
-        super().aim(slot, direction_D)
-        with torch.no_grad():
-            self.balance_bias_E[slot] = 0.0
-            if self.noise_weight is not None:
-                self.noise_weight[slot] = 0.0
+    @classmethod
+    def label(cls, k: int = 2, **init_args: Any) -> str:
+        return f"top-{k}"
+
+    def keep_slots(self, keep: Sequence[int]) -> None:
+        super().keep_slots(keep)
+        self.k = min(self.k, len(keep))  # with fewer active experts it took all of them
+
+    def state(self) -> dict[str, Tensor]:
+        return {"bias_E": self.balance_bias_E} if self.balance_bias_E.any() else {}
+
+    def statistics(
+        self, sums: dict[str, Tensor], state: dict[str, Tensor], active_E: Tensor
+    ) -> dict[str, float]:
+        """Largest and smallest balancing bias of the active experts, where one is in use."""
+        if "bias_E" not in state:
+            return {}
+        bias = state["bias_E"][active_E]
+        return {"bias_max": float(bias.max()), "bias_min": float(bias.min())}
 
     def flops_per_token(self) -> int:
         noise = self.training and self.noise_weight is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -28,6 +30,10 @@ class TopP(SoftmaxRouter):
                 "gates renormalised over the kept experts leave no probability for the others; "
                 "set normalize: false"
             )
+
+    @classmethod
+    def label(cls, p: float = 0.4, **init_args: Any) -> str:
+        return f"top-p, p = {p}"
 
     def forward(self, x_TD: Tensor, active_E: Tensor) -> SoftmaxRouting:
         logits_TE = self.logits(x_TD, active_E)

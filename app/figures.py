@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,8 @@ from matplotlib import get_data_path, rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image, ImageFont
+
+from .files import write_whole
 
 # Okabe and Ito's eight colours, apart for colour-blind readers too; the pale yellow comes last.
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#F0E442")
@@ -59,15 +60,9 @@ def new_figure(
 
 
 def save_figure(figure: Figure, path: Path, dpi: int = 150) -> None:
-    """Writes a PNG; a reader never sees half of it. Makes the folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    try:
-        with house_style():
-            figure.savefig(temporary, format="png", dpi=dpi)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    """Writes a PNG. Makes the folder."""
+    with house_style():
+        write_whole(path, lambda file: figure.savefig(file, format="png", dpi=dpi))
 
 
 def as_image(figure: Figure, dpi: int = 100) -> np.ndarray:
@@ -80,10 +75,7 @@ def as_image(figure: Figure, dpi: int = 100) -> np.ndarray:
 
 def save_image(pixels: np.ndarray, path: Path) -> None:
     """Writes what `as_image` returned as a PNG, so that a figure is drawn only once."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    Image.fromarray(pixels).save(temporary, format="png")
-    os.replace(temporary, path)
+    write_whole(path, lambda file: Image.fromarray(pixels).save(file, format="png"))
 
 
 def font(size: int, face: str = "DejaVuSans") -> ImageFont.FreeTypeFont:

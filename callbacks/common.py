@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import errno
-import os
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import lightning as L
 import torch
@@ -65,16 +60,3 @@ def disk_error(error: BaseException | None) -> OSError | None:
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
-
-
-def write_csv(path: Path, rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
-    """Writes a whole table; a reader never sees half of it. No rows: no file."""
-    if not rows:
-        path.unlink(missing_ok=True)
-        return
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, columns, restval="")
-        writer.writeheader()
-        writer.writerows(rows)
-    os.replace(temporary, path)

@@ -31,14 +31,13 @@ from data.errors import DataError
 
 from .. import models, moe, tasks
 from ..errors import ConfigError, DivergedError
-from ..runs.checkpoints import read_checkpoint
+from ..runs.checkpoints import newest_checkpoint, read_checkpoint
 from ..runs.folder import (
     RunConfig,
     check_same_model,
     differing_settings,
     discarding_unstarted,
     find_run_version,
-    newest_checkpoint,
     of_the_run,
     run_settings,
 )

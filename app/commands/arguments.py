@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
-import os
 import re
 import sys
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..errors import ConfigError
+from ..files import write_text
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -82,20 +82,6 @@ def write_json(path: Path, content: dict[str, Any] | list[Any]) -> None:
         ConfigError: if the file can't be written.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(content, indent=2, ensure_ascii=False)
-        _replace_text(path, text + "\n")
+        write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
     except OSError as error:
         raise ConfigError(f"json: cannot write {path} ({error})") from error
-
-
-def _replace_text(path: Path, text: str) -> None:
-    if path.exists() and not path.is_file():  # a pipe or a terminal, as /dev/stdout
-        path.write_text(text, encoding="utf-8")
-        return
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -34,8 +34,7 @@ from ..models.exported import (
     load_weights,
 )
 from ..moe import moe_blocks
-from ..runs.checkpoints import read_checkpoint
-from ..runs.folder import newest_checkpoint
+from ..runs.checkpoints import newest_checkpoint, read_checkpoint
 from .arguments import Parser
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ..errors import ConfigError
+from ..files import write_whole
 from ..models.vit import read_weights
 from .arguments import Parser
 
@@ -43,11 +43,9 @@ def main(argv: Sequence[str]) -> int:
             weights = read_weights(options.model)
         except ValueError as error:
             raise ConfigError(str(error).removeprefix("pretrained: ")) from error
-    temporary = options.out.with_suffix(".tmp")
+    tensors = {key: value.contiguous() for key, value in weights.items()}
     try:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        save_file({key: value.contiguous() for key, value in weights.items()}, temporary)
-        os.replace(temporary, options.out)
+        write_whole(options.out, lambda file: save_file(tensors, file))
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"out: cannot write {options.out} ({error})") from error
     kind = "random" if options.random else "pretrained"

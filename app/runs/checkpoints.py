@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,35 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     return content
 
 
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The newest complete checkpoint of all versions of a run; damaged ones are passed over.
+
+    Args:
+        folder: of all versions, RUNS/NAME.
+    """
+    found = folder.glob("version_*/checkpoints/*.ckpt")
+    for path in sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+        if is_complete(path):
+            return path
+        print(f"passing over {path}: it is not complete")
+    return None
+
+
 def is_complete(path: Path) -> bool:
     """Whether a checkpoint file is what was once written: a zip archive whose checksums hold.
 
-    torch.load does not look at the checksums.
+    torch.load does not look at the checksums. A file is read through once: what was found is
+    remembered until the file changes.
     """
+    try:
+        status = path.stat()
+    except OSError:
+        return False
+    return _checksums_hold(path.resolve(), status.st_mtime_ns, status.st_size, status.st_ino)
+
+
+@cache
+def _checksums_hold(path: Path, written_ns: int, size: int, inode: int) -> bool:
     try:
         with zipfile.ZipFile(path) as archive:
             return bool(archive.namelist()) and archive.testzip() is None

@@ -17,7 +17,7 @@ from lightning.pytorch.cli import SaveConfigCallback
 from torch import nn
 
 from ..errors import ConfigError
-from .checkpoints import is_complete
+from ..files import write_text
 
 
 class RunConfig(SaveConfigCallback):
@@ -33,11 +33,7 @@ class RunConfig(SaveConfigCallback):
         if stage == "fit" and trainer.loggers:
             folder = trainer.log_dir  # a broadcast: all processes have to ask
             if trainer.is_global_zero:
-                path = Path(folder) / "config.yaml"
-                path.parent.mkdir(parents=True, exist_ok=True)
-                temporary = path.with_suffix(".tmp")
-                temporary.write_text(self.text, encoding="utf-8")
-                os.replace(temporary, path)
+                write_text(Path(folder) / "config.yaml", self.text)
 
     def on_save_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
@@ -74,18 +70,6 @@ def _discard(folder: Path) -> None:
     for parent in folder.parents[:2]:  # RUNS/NAME and RUNS, where they hold nothing else
         with suppress(OSError):
             parent.rmdir()
-
-
-def newest_checkpoint(folder: Path) -> Path | None:
-    """The newest complete checkpoint of all versions of a run; damaged ones are passed over."""
-    found = sorted(
-        folder.glob("version_*/checkpoints/*.ckpt"), key=lambda path: path.stat().st_mtime_ns
-    )
-    for path in reversed(found):
-        if is_complete(path):
-            return path
-        print(f"passing over {path}: it is not complete")
-    return None
 
 
 def differing_settings(path: Path, checkpoint: dict[str, Any], config: str) -> dict[str, str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from .checkpoints import is_complete, read_checkpoint
+from .checkpoints import newest_checkpoint, read_checkpoint
 from .folder import flat_settings
 
 # What may differ between two sessions of one run: where it runs; and its seed.
@@ -116,15 +116,15 @@ def checkpointed(folder: Path) -> tuple[int, int] | None:
     Args:
         folder: of all versions of the run, RUNS/NAME.
     """
-    found = folder.glob("version_*/checkpoints/*.ckpt")
-    for path in sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True):
-        try:
-            content = read_checkpoint(path) if is_complete(path) else {}
-            progress = content["loops"]["fit_loop"]["epoch_progress"]["current"]
-            return progress["completed"], content["global_step"]
-        except (ConfigError, KeyError):
-            continue
-    return None
+    path = newest_checkpoint(folder)
+    if path is None:
+        return None
+    try:
+        content = read_checkpoint(path)
+        progress = content["loops"]["fit_loop"]["epoch_progress"]["current"]
+        return progress["completed"], content["global_step"]
+    except (ConfigError, KeyError):
+        return None
 
 
 def newest_version(folder: Path) -> Path | None:

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from app.files import write_csv
 from app.moe import MoEBlock, Routing
 from app.moe.slots import bound_first_step, forget_slot, read_expert, write_expert
 
@@ -24,7 +25,6 @@ from ..common import (
     from_checkpoint,
     sum_over_ranks,
     widest_float,
-    write_csv,
 )
 from .initialization import STRATEGIES, Birth, ExpertBank, on_cpu
 

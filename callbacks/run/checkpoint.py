@@ -15,6 +15,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from app.files import write_whole
+
 from ..common import disk_error
 from .stopping import Stopped, StopSignals, requeue
 
@@ -163,20 +165,20 @@ class WholeFiles(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         path = Path(path)
-        temporary = path.with_name(path.name + ".tmp")  # one name: kills don't pile up files
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+
+        def write(temporary: Path) -> None:
             with temporary.open("wb") as file:
                 torch.save(checkpoint, file)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(temporary, path)
+
+        try:
+            write_whole(path, write)
             _sync_folder(path.parent)
         except (OSError, RuntimeError) as error:  # torch raises its own in place of the disk's
             cause = disk_error(error)
             if cause is None:
                 raise
-            temporary.unlink(missing_ok=True)
             kept = "; the one written there before is whole" if path.is_file() else ""
             raise MisconfigurationException(
                 f"cannot write the checkpoint {path}: {cause.strerror}{kept}. Make room or allow "

@@ -11,9 +11,9 @@ import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import nn
 
+from app.files import write_csv
 from app.moe import moe_blocks
 
-from ..common import write_csv
 from ..routing.monitor import RoutingMonitor
 
 

@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from app.cli.config_files import expand, with_run_config
 from app.cli.main import main
 from app.errors import ConfigError
-from app.runs.folder import newest_checkpoint
+from app.runs.checkpoints import newest_checkpoint
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SHORT = ("--trainer.max_epochs=2", "--trainer.limit_train_batches=6", "--trainer.accelerator=cpu")

@@ -18,8 +18,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 from app.cli.main import main
 from app.errors import ConfigError
-from app.runs.checkpoints import is_complete, read_checkpoint
-from app.runs.folder import newest_checkpoint
+from app.runs.checkpoints import is_complete, newest_checkpoint, read_checkpoint
 from app.tasks import LanguageModeling
 from callbacks.run.checkpoint import WholeFiles
 from tests.runs.kill_support import ROOT, differences, left_behind

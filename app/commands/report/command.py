@@ -12,9 +12,8 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from callbacks.common import write_csv
-
 from ...errors import ConfigError
+from ...files import write_csv
 from ..arguments import Parser, number, write_json
 from .content import as_data, as_table, main_table, report
 from .pages import to_html, to_markdown

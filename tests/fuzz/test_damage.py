@@ -20,11 +20,11 @@ import app
 from app.commands.export import export
 from app.commands.report.runs import read_run
 from app.errors import ConfigError
+from app.files import write_csv
 from app.models import VisionTransformer
 from app.models.exported import CONFIG, WEIGHTS
 from app.runs.checkpoints import read_checkpoint
 from app.runs.progress import evaluated, read_rows
-from callbacks.common import write_csv
 from data.errors import DataError
 from data.images.reading import decode_images, read_parquet
 from data.text.module import TextData

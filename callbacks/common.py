@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Mapping, Sequence
 
 import lightning as L
 import torch
@@ -29,17 +30,61 @@ def find_blocks(callback: L.Callback, module: L.LightningModule) -> dict[str, Mo
     return blocks
 
 
-def for_checkpoint(*tensors: Tensor) -> list[Tensor]:
-    """Copies of sums, over all processes: every process builds a checkpoint, one writes it."""
-    copies = [tensor.clone() for tensor in tensors]
-    sum_over_ranks(*copies)
-    return copies
+class RankSums:
+    """Named sums over batches: kept on the device, one on each process, added up when taken.
+
+    Args:
+        sums: to begin with, by name.
+    """
+
+    def __init__(self, sums: Mapping[str, Sequence[Tensor]] | None = None) -> None:
+        self._sums = {name: list(tensors) for name, tensors in (sums or {}).items()}
+
+    def __bool__(self) -> bool:
+        return bool(self._sums)
+
+    def add(self, name: str, *values: Tensor) -> None:
+        """Adds tensors to the sums of that name, the same number and shapes each time."""
+        olds = self._sums.get(name) or [torch.zeros_like(value) for value in values]
+        self._sums[name] = [old + value for old, value in zip(olds, values, strict=True)]
+
+    def take(self) -> dict[str, list[Tensor]]:
+        """All sums over all processes, which have to ask together; begins anew."""
+        taken = self.state_dict()
+        self.clear()
+        return taken
+
+    def clear(self) -> None:
+        """Begins anew."""
+        self._sums = {}
+
+    def __getitem__(self, name: str) -> list[Tensor]:
+        """This process's sums of a name."""
+        return self._sums[name]
+
+    def to(self, device: torch.device) -> None:
+        """Goes on where the batches are; a checkpoint is read to the CPU."""
+        for name, tensors in self._sums.items():
+            self._sums[name] = [each.to(device, _narrow(each.dtype, device)) for each in tensors]
+
+    def state_dict(self) -> dict[str, list[Tensor]]:
+        """Copies over all processes: every process builds a checkpoint, one writes it."""
+        copies = {name: [each.clone() for each in own] for name, own in self._sums.items()}
+        sum_over_ranks(*(each for own in copies.values() for each in own))
+        return copies
+
+    def load_state_dict(self, state: Mapping[str, Tensor | Sequence[Tensor]]) -> None:
+        """The first process goes on with all of the sums, the others with zeros."""
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        lists = {n: [own] if isinstance(own, Tensor) else own for n, own in state.items()}
+        self._sums = {
+            name: [each.clone() if rank == 0 else torch.zeros_like(each) for each in own]
+            for name, own in lists.items()
+        }
 
 
-def from_checkpoint(*tensors: Tensor) -> list[Tensor]:
-    """What this process goes on with: the first with all of the sums, the others with zeros."""
-    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    return [tensor.clone() if rank == 0 else torch.zeros_like(tensor) for tensor in tensors]
+def _narrow(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    return widest_float(device) if dtype == torch.float64 else dtype
 
 
 def widest_float(device: torch.device | str) -> torch.dtype:
@@ -49,10 +94,11 @@ def widest_float(device: torch.device | str) -> torch.dtype:
 
 def disk_error(error: BaseException | None) -> OSError | None:
     """The system's refusal to write that an error comes from: no room, no permission; or None."""
-    known = NO_ROOM + NOT_ALLOWED
-    while error is not None:
+    known, seen = NO_ROOM + NOT_ALLOWED, set()
+    while error is not None and id(error) not in seen:  # chains of causes may have cycles
         if isinstance(error, OSError) and error.errno in known:
             return error
+        seen.add(id(error))
         known = NO_ROOM  # a library may have met the others on its way and gone on
         error = error.__cause__ or error.__context__
     return None

@@ -179,6 +179,10 @@ class MoEBlock(nn.Module):
         """The slots in use, ascending (reads the mask back to the host)."""
         return self.active_E.nonzero().flatten().tolist()
 
+    def free_slots(self) -> list[int]:
+        """The slots that hold no expert, ascending (reads the mask back to the host)."""
+        return (~self.active_E).nonzero().flatten().tolist()
+
 
 def moe_blocks(model: nn.Module) -> dict[str, MoEBlock]:
     """The MoE blocks of a model, by the name of their Transformer block (as `blocks.7`)."""

@@ -4,131 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
-from rich.table import Table
-from torch import Tensor
 
-from app.files import write_csv
-from app.moe import MoEBlock, Routing
-from app.moe.slots import bound_first_step, forget_slot, read_expert, write_expert
+from app.moe import MoEBlock
+from app.moe.slots import bound_first_step, forget_slot, write_expert
 
-from ..common import (
-    find_blocks,
-    for_checkpoint,
-    from_checkpoint,
-    sum_over_ranks,
-    widest_float,
-)
-from .initialization import STRATEGIES, Birth, ExpertBank, on_cpu
-
-COLUMNS = (
-    "step",
-    "epoch",
-    "layer",
-    "event",
-    "slot",
-    "reason",
-    "tokens",
-    "expert_tokens",
-    "unrouted_tokens",
-    "active_experts",
-    "initialization",
-    "source",
-)
-
-
-class WindowRecord:
-    """What one layer's router did over a recording window (sums on the device).
-
-    Attributes:
-        load_E: R_E, tokens that took each expert.
-        unrouted_D: R_S, sum of the router's inputs over tokens that took none.
-        counts: number of tokens that took none, number of all tokens.
-    """
-
-    def __init__(self, slots: int, dim: int, device: torch.device | str = "cpu") -> None:
-        kind = {"dtype": widest_float(device), "device": device}
-        self.load_E = torch.zeros(slots, **kind)
-        self.unrouted_D = torch.zeros(dim, **kind)
-        self.counts = torch.zeros(2, **kind)
-
-    @torch.no_grad()
-    def add(self, routing: Routing) -> None:
-        """Records one batch."""
-        unrouted_T = routing.unrouted_T()
-        self.load_E += routing.mask_TE.sum(0)
-        self.unrouted_D += unrouted_T.to(routing.features_TD) @ routing.features_TD
-        self.counts[0] += unrouted_T.sum()
-        self.counts[1] += len(unrouted_T)
-
-    def tensors(self) -> list[Tensor]:
-        """All sums, to be reduced over processes or kept in a checkpoint."""
-        return [self.load_E, self.unrouted_D, self.counts]
-
-    def move(self, device: torch.device) -> None:
-        """Goes on where the routings live."""
-        kind = {"dtype": widest_float(device), "device": device}
-        self.load_E, self.unrouted_D, self.counts = (each.to(**kind) for each in self.tensors())
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The decision for one layer at the end of a window.
-
-    Attributes:
-        deaths: slots to be removed, ascending.
-        kept: a slot that would have been removed if it were not the last one, or None.
-        birth: whether an expert should be added.
-        refusal: why it can't be although it should, or None.
-    """
-
-    deaths: tuple[int, ...]
-    kept: int | None
-    birth: bool
-    refusal: str | None
-
-
-def plan_window(
-    record: WindowRecord,
-    active_E: Tensor,
-    min_unrouted_fraction: float = 0.0,
-    min_load_fraction: float = 0.0,
-) -> Plan:
-    """Applies DynMoE's rule to a finished window.
-
-    1. Every active expert with R_E = 0 goes (with `min_load_fraction`: that fewer than this share
-       of the tokens took). The last expert stays: the one of largest load, the lowest slot of
-       several.
-    2. If any token took no expert (and their share reaches `min_unrouted_fraction`), one expert is
-       added. That is refused where no slot is free once the deaths are done, or where R_S gives
-       no direction.
-    """
-    unrouted, tokens = record.counts.tolist()
-    load, active = record.load_E.tolist(), active_E.nonzero().flatten().tolist()
-    if not tokens:
-        return Plan((), None, False, None)
-    deaths = [e for e in active if load[e] == 0 or load[e] / tokens < min_load_fraction]
-    kept = None
-    if len(deaths) == len(active):
-        kept = max(active, key=lambda e: (load[e], -e))
-        deaths.remove(kept)
-    wanted = unrouted > 0 and unrouted / tokens >= min_unrouted_fraction
-    refusal = None
-    if wanted:
-        length = float(record.unrouted_D.norm())
-        mean_length = length / unrouted
-        if len(active) - len(deaths) == len(active_E):
-            refusal = "no free slot"
-        elif not math.isfinite(length) or mean_length < 1e-6:
-            refusal = "the unrouted tokens cancel to zero and give no direction"
-    return Plan(tuple(deaths), kept, wanted and refusal is None, refusal)
+from ..common import RankSums, find_blocks
+from .birth_rule import Plan, WindowRecord, plan_window
+from .expert_events import ExpertEvents
+from .initialization import Birth, ExpertBank, find_strategy
 
 
 class AdaptiveExperts(L.Callback):
@@ -141,7 +30,7 @@ class AdaptiveExperts(L.Callback):
 
     Args:
         initialization: weights of a new expert: `last_removed`, `average`, `weighted_average`,
-            `most_activated` or `random`.
+            `most_activated`, `random`, or the import path of a function of your own.
         window: start and end of the window as fractions of every epoch, snapped to whole optimizer
             steps.
         window_steps: [start, end, period] in optimizer steps instead: record steps start to end of
@@ -158,9 +47,7 @@ class AdaptiveExperts(L.Callback):
 
     def __init__(
         self,
-        initialization: Literal[
-            "last_removed", "average", "weighted_average", "most_activated", "random"
-        ] = "weighted_average",
+        initialization: str = "weighted_average",
         window: tuple[float, float] = (1 / 3, 2 / 3),
         window_steps: tuple[int, int, int] | None = None,
         every_n_epochs: int = 1,
@@ -170,10 +57,8 @@ class AdaptiveExperts(L.Callback):
         min_load_fraction: float = 0.0,
         seed: int = 0,
     ) -> None:
-        if initialization not in STRATEGIES:
-            raise ValueError(
-                f"initialization: no strategy {initialization!r}; there are {', '.join(STRATEGIES)}"
-            )
+        self._strategy = find_strategy(initialization)
+        self._keeps_removed = getattr(self._strategy, "keeps_removed", False)
         if not 0.0 <= window[0] < window[1] <= 1.0:
             raise ValueError(f"window must be two rising fractions of an epoch, got {window}")
         if (
@@ -199,9 +84,9 @@ class AdaptiveExperts(L.Callback):
         self.min_load_fraction = min_load_fraction
         self.seed = seed
         self.blocks: dict[str, MoEBlock] = {}
-        self.records: dict[str, WindowRecord] = {}
+        self.records = RankSums()
         self.banks: dict[str, ExpertBank] = {}
-        self.events: list[dict[str, Any]] = []
+        self.event_log = ExpertEvents()
         self.newborn: list[tuple[str, int]] = []
         self.start_counts: dict[str, int] = {}
         self._step_before = 0
@@ -220,10 +105,8 @@ class AdaptiveExperts(L.Callback):
         for name, block in self.blocks.items():
             self.start_counts.setdefault(name, len(block.active_slots()))
             bank = self.banks.setdefault(name, ExpertBank())  # or as restored from a checkpoint
-            if self.initialization == "last_removed":
-                for slot in set(_free_slots(block)) - {e["slot"] for e in bank.discarded}:
-                    if slot not in bank.unused:
-                        bank.unused[slot] = on_cpu(read_expert(block, slot))
+            if self._keeps_removed:
+                bank.fill(block)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.window_steps is None and trainer.num_training_batches == math.inf:
@@ -231,10 +114,9 @@ class AdaptiveExperts(L.Callback):
                 "AdaptiveExperts.window is a share of an epoch and the training data has no known "
                 "length: set window_steps"
             )
-        for record in self.records.values():  # a checkpoint is read to the CPU
-            record.move(pl_module.device)
+        self.records.to(pl_module.device)
         if trainer.ckpt_path:  # the table may know events that the checkpoint does not
-            self._write_table(trainer)
+            self.event_log.write(trainer)
 
     # ------------------------------------------------------------------ the window
 
@@ -264,7 +146,7 @@ class AdaptiveExperts(L.Callback):
         batch_idx: int,
     ) -> None:
         if not self._epoch_counts(trainer.current_epoch):
-            self.records = {}  # of a window that the end of an epoch cut off
+            self.records.clear()  # of a window that the end of an epoch cut off
             return
         if self.window_steps is not None:
             start, end, period = self.window_steps
@@ -282,29 +164,19 @@ class AdaptiveExperts(L.Callback):
 
     def _record(self) -> None:
         for name, block in self.blocks.items():
-            features_TD = block.routing.features_TD
-            if name not in self.records:
-                self.records[name] = WindowRecord(
-                    block.slots, features_TD.shape[1], features_TD.device
-                )
-            self.records[name].add(block.routing)
+            self.records.add(name, *WindowRecord.of(block.routing).tensors())
 
     # ------------------------------------------------------------------ the decision
 
     def _decide(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        before = len(self.events)
-        for name, record in self.records.items():
-            sum_over_ranks(*record.tensors())
-            plan = plan_window(
-                record,
-                self.blocks[name].active_E,
-                self.min_unrouted_fraction,
-                self.min_load_fraction,
-            )
+        before = len(self.event_log.rows)
+        for name, sums in self.records.take().items():
+            record, active_E = WindowRecord(*sums), self.blocks[name].active_E
+            plan = plan_window(record, active_E, self.min_unrouted_fraction, self.min_load_fraction)
             self._carry_out(trainer, module, name, record, plan)
-        self.records = {}
-        if len(self.events) > before:
-            self._publish(trainer, self.events[before:])
+        if len(self.event_log.rows) > before:
+            active = {name: len(block.active_slots()) for name, block in self.blocks.items()}
+            self.event_log.publish(trainer, self.event_log.rows[before:], active)
 
     def _carry_out(
         self,
@@ -318,22 +190,22 @@ class AdaptiveExperts(L.Callback):
         unrouted, tokens = (int(value) for value in record.counts.tolist())
 
         def note(event: str, slot: int | None, reason: str, **more: str) -> None:
-            row = dict.fromkeys(COLUMNS, "") | {
-                "step": trainer.global_step,
-                "epoch": trainer.current_epoch,
-                "layer": name,
-                "event": event,
-                "slot": "" if slot is None else slot,
-                "reason": reason,
-                "tokens": tokens,
-                "expert_tokens": "" if slot is None else int(load[slot]),
-                "unrouted_tokens": unrouted,
-                "active_experts": len(block.active_slots()),
-            }
-            self.events.append(row | more)
+            self.event_log.note(
+                step=trainer.global_step,
+                epoch=trainer.current_epoch,
+                layer=name,
+                event=event,
+                slot="" if slot is None else slot,
+                reason=reason,
+                tokens=tokens,
+                expert_tokens="" if slot is None else int(load[slot]),
+                unrouted_tokens=unrouted,
+                active_experts=len(block.active_slots()),
+                **more,
+            )
 
         for slot in plan.deaths:
-            if self.initialization == "last_removed":
+            if self._keeps_removed:
                 bank.discard(block, slot, trainer.global_step)
             block.deactivate(slot)
             self.newborn = [each for each in self.newborn if each != (name, slot)]
@@ -356,15 +228,12 @@ class AdaptiveExperts(L.Callback):
         self, trainer: L.Trainer, module: L.LightningModule, name: str, record: WindowRecord
     ) -> tuple[int, str]:
         block, bank = self.blocks[name], self.banks[name]
-        slot = _free_slots(block)[0]
-        if self.initialization == "last_removed":
-            # The slot of the expert that comes back; else one whose initial weights are known.
-            slot = bank.discarded[-1]["slot"] if bank.discarded else min(bank.unused)
+        slot = bank.next_slot() if self._keeps_removed else block.free_slots()[0]
         key = f"{self.seed}/{name}/{slot}/{trainer.global_step}".encode()
         seed = int.from_bytes(hashlib.sha256(key).digest()[:7], "big")
         generator = torch.Generator().manual_seed(seed)
         birth = Birth(block, slot, record.load_E, bank, generator)
-        weights, source = STRATEGIES[self.initialization](birth)
+        weights, source = self._strategy(birth)
         write_expert(block, slot, weights)
         block.router.aim(slot, record.unrouted_D / record.unrouted_D.norm())
         block.activate(slot)
@@ -383,59 +252,21 @@ class AdaptiveExperts(L.Callback):
                 if not bound_first_step(optimizer, self.blocks[name], slot)
             ]
 
-    # ------------------------------------------------------------------ what is told of it
-
-    def _publish(self, trainer: L.Trainer, events: list[dict[str, Any]]) -> None:
-        self._write_table(trainer)
-        if not trainer.is_global_zero:
-            return
-        for logger in trainer.loggers:
-            for layer in dict.fromkeys(event["layer"] for event in events):
-                counts = {
-                    f"experts/{layer}/{kind}s": float(self._count(layer, kind))
-                    for kind in ("birth", "death", "refusal")
-                }
-                counts[f"experts/{layer}/active"] = float(len(self.blocks[layer].active_slots()))
-                logger.log_metrics(counts, step=trainer.global_step)
-            add_text = getattr(logger.experiment, "add_text", None)
-            if add_text is not None:
-                for event in events:
-                    add_text(f"experts/{event['layer']}", _sentence(event), trainer.global_step)
-
-    def _write_table(self, trainer: L.Trainer) -> None:
-        folder = trainer.log_dir  # a broadcast: all processes have to ask
-        if trainer.is_global_zero and trainer.loggers:
-            write_csv(Path(folder) / "expert_events.csv", self.events, COLUMNS)
-
-    def _count(self, layer: str, kind: str) -> int:
-        return sum(e["layer"] == layer and e["event"] == kind for e in self.events)
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """What happened since the run's first step, in rows of expert_events.csv."""
+        return self.event_log.rows
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if not trainer.is_global_zero:
-            return
-        table = Table(title="Experts born and gone", title_justify="left")
-        for column in ("layer", "start", "births", "deaths", "refusals", "end", "last event"):
-            table.add_column(
-                column, justify="left" if column in ("layer", "last event") else "right"
-            )
-        for name, block in self.blocks.items():
-            mine = [event for event in self.events if event["layer"] == name]
-            table.add_row(
-                name,
-                str(self.start_counts[name]),
-                *(str(self._count(name, kind)) for kind in ("birth", "death", "refusal")),
-                str(len(block.active_slots())),
-                _sentence(mine[-1]) if mine else "-",
-            )
-        Console().print(table)
+        if trainer.is_global_zero:
+            active = {name: len(block.active_slots()) for name, block in self.blocks.items()}
+            Console().print(self.event_log.summary(self.start_counts, active))
 
     # ------------------------------------------------------------------ resuming
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "records": {
-                name: for_checkpoint(*record.tensors()) for name, record in self.records.items()
-            },
+            "records": self.records.state_dict(),
             "banks": {
                 name: {"discarded": bank.discarded, "unused": bank.unused}
                 for name, bank in self.banks.items()
@@ -446,26 +277,8 @@ class AdaptiveExperts(L.Callback):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, (load_E, unrouted_D, counts) in state["records"].items():
-            self.records[name] = WindowRecord(len(load_E), len(unrouted_D), load_E.device)
-            for tensor, saved in zip(
-                self.records[name].tensors(),
-                from_checkpoint(load_E, unrouted_D, counts),
-                strict=True,
-            ):
-                tensor.copy_(saved)
+        self.records.load_state_dict(state["records"])
         self.banks = {name: ExpertBank(**bank) for name, bank in state["banks"].items()}
-        self.events = list(state["events"])
+        self.event_log.rows = list(state["events"])
         self.newborn = [(name, slot) for name, slot in state["newborn"]]
         self.start_counts = dict(state["start_counts"])
-
-
-def _free_slots(block: MoEBlock) -> list[int]:
-    return (~block.active_E).nonzero().flatten().tolist()
-
-
-def _sentence(event: dict[str, Any]) -> str:
-    """One event in words."""
-    what = f"{event['event']} of slot {event['slot']}" if event["slot"] != "" else event["event"]
-    source = f", {event['source']}" if event["source"] else ""
-    return f"step {event['step']}: {what}: {event['reason']}{source}"

@@ -7,11 +7,10 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
 
 from app.moe import MoEBlock
 
-from ..common import find_blocks, for_checkpoint, from_checkpoint, sum_over_ranks
+from ..common import RankSums, find_blocks
 
 
 class LossFreeBalance(L.Callback):
@@ -29,7 +28,7 @@ class LossFreeBalance(L.Callback):
             raise ValueError(f"rate must be positive, got {rate}")
         self.rate = rate
         self.blocks: dict[str, MoEBlock] = {}
-        self._load: dict[str, Tensor] = {}
+        self._load = RankSums()
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self.blocks = find_blocks(self, pl_module)
@@ -42,27 +41,24 @@ class LossFreeBalance(L.Callback):
                 )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        for name, load_E in self._load.items():  # a checkpoint is read to the CPU
-            self._load[name] = load_E.to(pl_module.device)
+        self._load.to(pl_module.device)
 
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         for name, block in self.blocks.items():
-            self._load[name] = self._load.get(name, 0.0) + block.routing.load_E()
+            self._load.add(name, block.routing.load_E())
 
     @torch.no_grad()
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any
     ) -> None:
-        for name, load_E in self._load.items():
-            sum_over_ranks(load_E)
+        for name, (load_E,) in self._load.take().items():
             active_E = self.blocks[name].active_E
             mean = load_E.sum() / active_E.sum()  # inactive slots have no load
             step_E = torch.sign(mean - load_E) * active_E
             self.blocks[name].router.balance_bias_E.add_(step_E, alpha=self.rate)
-        self._load = {}
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: for_checkpoint(load_E)[0] for name, load_E in self._load.items()}
+        return self._load.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._load = {name: from_checkpoint(load_E)[0] for name, load_E in state.items()}
+        self._load.load_state_dict(state)

@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from app.moe import MoEBlock, OutputSums
 
-from ..common import find_blocks, for_checkpoint, from_checkpoint, sum_over_ranks
+from ..common import RankSums, find_blocks
 
 
 class DefaultVectors(L.Callback):
@@ -38,7 +38,7 @@ class DefaultVectors(L.Callback):
             raise ValueError(f"beta must lie in [0, 1), got {beta}")
         self.beta, self.weighting, self.update = beta, weighting, update
         self.blocks: dict[str, MoEBlock] = {}
-        self._sums: dict[str, OutputSums] = {}
+        self._sums = RankSums()
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self.blocks = {
@@ -55,31 +55,23 @@ class DefaultVectors(L.Callback):
             block.defaults.follow(self.beta, self.weighting, before=self.update == "before")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        for name, sums in self._sums.items():  # a checkpoint is read to the CPU
-            device = pl_module.device
-            self._sums[name] = OutputSums(sums.sum_ED.to(device), sums.weight_E.to(device))
+        self._sums.to(pl_module.device)
 
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         for name, block in self.blocks.items():
-            new, old = block.defaults.observed, self._sums.get(name)
-            if old is not None:
-                new = OutputSums(old.sum_ED + new.sum_ED, old.weight_E + new.weight_E)
-            self._sums[name] = new
+            observed = block.defaults.observed
+            self._sums.add(name, observed.sum_ED, observed.weight_E)
 
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any
     ) -> None:
         # Here rather than at the batch's end: experts that are born or die then find it done.
-        for name, sums in self._sums.items():
-            sum_over_ranks(sums.sum_ED, sums.weight_E)
+        for name, sums in self._sums.take().items():
             block = self.blocks[name]
-            block.defaults.update(block.default_ED, block.default_seen_E, sums)
-        self._sums = {}
+            block.defaults.update(block.default_ED, block.default_seen_E, OutputSums(*sums))
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            name: for_checkpoint(sums.sum_ED, sums.weight_E) for name, sums in self._sums.items()
-        }
+        return self._sums.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._sums = {name: OutputSums(*from_checkpoint(*sums)) for name, sums in state.items()}
+        self._sums.load_state_dict(state)

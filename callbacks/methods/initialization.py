@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -33,6 +34,17 @@ class ExpertBank:
         weights = on_cpu(read_expert(block, slot))
         self.discarded.append({"slot": slot, "step": step, "weights": weights})
 
+    def fill(self, block: MoEBlock) -> None:
+        """Keeps the initial weights of the free slots that were never in use."""
+        removed = {expert["slot"] for expert in self.discarded}
+        for slot in block.free_slots():
+            if slot not in removed and slot not in self.unused:
+                self.unused[slot] = on_cpu(read_expert(block, slot))
+
+    def next_slot(self) -> int:
+        """The slot of the expert that comes back; else one whose initial weights are known."""
+        return self.discarded[-1]["slot"] if self.discarded else min(self.unused)
+
 
 @dataclass(frozen=True)
 class Birth:
@@ -53,6 +65,28 @@ class Birth:
     generator: torch.Generator
 
 
+Strategy = Callable[[Birth], tuple[Weights, str]]
+STRATEGIES: dict[str, Strategy] = {}
+"""All of this file, by name. A strategy returns the weights and says where they come from."""
+
+
+def strategy(label: str, keeps_removed: bool = False) -> Callable[[Strategy], Strategy]:
+    """Makes a function a strategy.
+
+    Args:
+        label: what tables call it.
+        keeps_removed: whether it takes from the bank, which else stays empty.
+    """
+
+    def register(function: Strategy) -> Strategy:
+        function.label, function.keeps_removed = label, keeps_removed
+        STRATEGIES[function.__name__] = function
+        return function
+
+    return register
+
+
+@strategy("original", keeps_removed=True)
 def last_removed(birth: Birth) -> tuple[Weights, str]:
     """The most recently discarded expert as it was then ("Original" in the paper).
 
@@ -65,12 +99,14 @@ def last_removed(birth: Birth) -> tuple[Weights, str]:
     return birth.bank.unused.pop(birth.slot), "own initial weights"
 
 
+@strategy("average")
 def average(birth: Birth) -> tuple[Weights, str]:
     """Mean of the active experts."""
     active = birth.block.active_slots()
     return _mean(birth.block, active, [1.0] * len(active)), f"mean of slots {_names(active)}"
 
 
+@strategy("weighted average")
 def weighted_average(birth: Birth) -> tuple[Weights, str]:
     """Mean of the active experts, weighted by the tokens that took them ("W-Average").
 
@@ -83,6 +119,7 @@ def weighted_average(birth: Birth) -> tuple[Weights, str]:
     return _mean(birth.block, active, load), f"weighted mean of slots {_names(active)}"
 
 
+@strategy("most activated")
 def most_activated(birth: Birth) -> tuple[Weights, str]:
     """Copy of the expert that most tokens took; the lowest slot of several."""
     active = birth.block.active_slots()
@@ -90,15 +127,28 @@ def most_activated(birth: Birth) -> tuple[Weights, str]:
     return read_expert(birth.block, source), f"copy of slot {source}"
 
 
+@strategy("random")
 def random(birth: Birth) -> tuple[Weights, str]:
     """Weights drawn anew, as at the construction of the layer."""
     return birth.block.experts.fresh(birth.generator), "random"
 
 
-STRATEGIES: dict[str, Callable[[Birth], tuple[Weights, str]]] = {
-    strategy.__name__: strategy
-    for strategy in (last_removed, average, weighted_average, most_activated, random)
-}
+def find_strategy(name: str) -> Strategy:
+    """A strategy by its name here, or by the import path of a function of one's own.
+
+    Raises:
+        ValueError: if there is none of that name.
+    """
+    module, _, function = name.rpartition(".")
+    if not module and name in STRATEGIES:
+        return STRATEGIES[name]
+    try:
+        return getattr(import_module(module), function)
+    except (ImportError, AttributeError, ValueError):
+        raise ValueError(
+            f"initialization: no strategy {name!r}; there are {', '.join(STRATEGIES)}, and the "
+            "import path of a function of your own (callbacks.methods.initialization shows how)"
+        ) from None
 
 
 def on_cpu(weights: Weights) -> Weights:

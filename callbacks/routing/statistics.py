@@ -15,7 +15,7 @@ from torch import Tensor
 from app.moe import MoEBlock, OutputSums
 from app.moe.sharded import full
 
-from ..common import for_checkpoint, from_checkpoint, sum_over_ranks, widest_float
+from ..common import RankSums, widest_float
 
 
 class Sums:
@@ -47,14 +47,15 @@ class Sums:
         for name, value in counts.items():
             self.counts[name] = self.counts.get(name, 0) + value
 
-    def _all(self) -> Tensor:
-        return torch.cat([self._total, self._total.new_tensor(list(self.counts.values()))])
+    def _over_ranks(self) -> Tensor:
+        counts = self._total.new_tensor(list(self.counts.values()))
+        return RankSums({"all": [torch.cat([self._total, counts])]}).take()["all"][0]
 
     def read(self) -> dict[str, Tensor]:
         """The sums and the counts over all processes, on the CPU, in one transfer."""
-        total = self._all()
-        sum_over_ranks(total)
-        return _split(total.cpu(), self._shapes | dict.fromkeys(self.counts, torch.Size()))
+        return _split(
+            self._over_ranks().cpu(), self._shapes | dict.fromkeys(self.counts, torch.Size())
+        )
 
     def move(self, device: torch.device) -> None:
         """Goes on where the routings live."""
@@ -63,14 +64,14 @@ class Sums:
     def state_dict(self) -> dict[str, Any]:
         """Sums over all processes, which have to ask together."""
         shapes = {name: list(shape) for name, shape in self._shapes.items()}
-        (total,) = for_checkpoint(self._all())
-        return {"total": total, "shapes": shapes, "counts": list(self.counts)}
+        return {"total": self._over_ranks(), "shapes": shapes, "counts": list(self.counts)}
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> Sums:
         """What this process goes on with: the first with all of the sums, the others with zeros."""
-        sums, names = cls(), state["counts"]
-        (total,) = from_checkpoint(state["total"])
+        sums, names, restored = cls(), state["counts"], RankSums()
+        restored.load_state_dict({"total": state["total"]})
+        (total,) = restored["total"]
         sums._shapes = {name: torch.Size(shape) for name, shape in state["shapes"].items()}
         sums._total = total[: len(total) - len(names)]
         sums.counts = dict(zip(names, total[len(sums._total) :].tolist(), strict=True))

@@ -168,7 +168,7 @@ def test_sums_survive_in_the_middle_of_an_accumulation(tmp_path, batch):
     options = {"lr": 0.0, "steps": 3}
     expected = default_run(tmp_path / "whole", SaveAt(batch, path), **options)
     saved = torch.load(path, weights_only=True)["callbacks"]["LossFreeBalance"]
-    for load_E in saved.values():
+    for (load_E,) in saved.values():
         assert load_E.sum() == (batch - 3) * 32 * 5  # images of 4 patches and a class token
     resumed = default_run(tmp_path / "resumed", ckpt_path=path, **options)
     assert resumed["step"] == expected["step"] == 3

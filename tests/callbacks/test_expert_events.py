@@ -7,7 +7,7 @@ from torch import nn
 
 from app.moe import Dense, Ternary
 from callbacks import AdaptiveExperts
-from callbacks.methods.adaptive_experts import COLUMNS
+from callbacks.methods.expert_events import COLUMNS
 from tests.callbacks.callback_support import (
     Toy,
     fit,

@@ -11,8 +11,7 @@ from app.models import Decoder
 from app.moe import Dense, MoEBlock, SwiGLUExperts, Ternary, TopAny, TopK, TopP
 from app.moe.flops import forward_flops
 from app.tasks import LanguageModeling
-from callbacks import DefaultVectors, LossFreeBalance, RoutingMonitor
-from callbacks.routing import statistics as routing_statistics
+from callbacks import DefaultVectors, LossFreeBalance, RoutingMonitor, common
 from callbacks.routing.monitor import HEADLINES
 from data.text.module import TextData
 from tests.callbacks.callback_support import (
@@ -235,9 +234,9 @@ def test_a_hundred_layers_log_a_bounded_number_of_tags(tmp_path):
 
 
 def test_reading_is_one_sum_over_all_processes(tmp_path, monkeypatch):
-    """However many layers: one reduction an interval, and nothing is read in between."""
+    """However many layers: one reduction for each interval, and nothing is read in between."""
     calls = []
-    monkeypatch.setattr(routing_statistics, "sum_over_ranks", lambda *each: calls.append(each))
+    monkeypatch.setattr(common, "sum_over_ranks", lambda *each: calls.append(each))
     task = Toy(*(toy_block(TopK) for _ in range(7)))
     fit(tmp_path, task, [tokens("0123")] * 6, RoutingMonitor(3))
     assert [len(each) for each in calls] == [1, 1]

@@ -6,15 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.moe.routing import Routing
-from callbacks.methods.adaptive_experts import Plan, WindowRecord, plan_window
+from callbacks.methods.birth_rule import Plan, WindowRecord, plan_window
 
 
 def record(load: list[int], unrouted: int, tokens: int, direction=(1.0, 0.0)) -> WindowRecord:
-    filled = WindowRecord(len(load), len(direction))
-    filled.load_E += torch.tensor(load, dtype=torch.float64)
-    filled.unrouted_D += torch.tensor(direction, dtype=torch.float64) * unrouted
-    filled.counts += torch.tensor([unrouted, tokens], dtype=torch.float64)
-    return filled
+    values = (load, [each * unrouted for each in direction], [unrouted, tokens])
+    return WindowRecord(*(torch.tensor(each, dtype=torch.float64) for each in values))
 
 
 def mask(text: str) -> torch.Tensor:
@@ -86,9 +83,9 @@ def test_opposite_tokens_cancel_through_the_record():
         (torch.cat([x, y, -(x + y)]), False),
         (torch.cat([x, y]), True),
     ):
-        filled, nobody = WindowRecord(2, 2), torch.zeros(len(features), 2, dtype=torch.bool)
+        nobody = torch.zeros(len(features), 2, dtype=torch.bool)
+        filled = WindowRecord.of(Routing(nobody, nobody.float(), mask("10"), features))
         filled.load_E[0] = 1
-        filled.add(Routing(nobody, nobody.float(), mask("10"), features))
         assert filled.counts.tolist() == [len(features), len(features)]
         assert plan_window(filled, mask("10")).birth == births
 

@@ -17,7 +17,7 @@ from ...files import write_csv
 from ..arguments import Parser, number, write_json
 from .content import as_data, as_table, main_table, report
 from .pages import to_html, to_markdown
-from .runs import NO_EVENTS, Run, find_runs
+from .runs import Run, find_runs
 from .summary import Section, sections
 
 BEGIN, FINISH = "<!-- report: begin -->", "<!-- report: end -->"
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(list(argv))
     runs, problems = find_runs(options.run, options.runs)
     made, more = sections(runs, options.epochs)
-    problems = _gathered([*problems, *more])
+    problems += more
     for line in problems:
         print(f"note: {line}", file=sys.stderr)
     if not runs:
@@ -62,14 +62,6 @@ def main(argv: Sequence[str]) -> int:
         _show(section)
     print(f"wrote {markdown}, {html} and {options.out / 'table.csv'}")
     return 0
-
-
-def _gathered(problems: Sequence[str]) -> list[str]:
-    """One line for all runs that merely have no events."""
-    silent = [line.partition(": ")[0] for line in problems if line.endswith(f": {NO_EVENTS}")]
-    others = [line for line in problems if not line.endswith(f": {NO_EVENTS}")]
-    names = ", ".join(silent[:3]) + (f" and {len(silent) - 3} more" if len(silent) > 3 else "")
-    return [*others, *([f"{names}: {NO_EVENTS}"] if silent else [])]
 
 
 def _write_markdown(path: Path, text: str, between_marks: bool) -> None:

@@ -100,7 +100,7 @@ def _section(section: Section, out: Path) -> list[Block]:
         blocks.append(Heading("Experts over time", 3))
     names: set[str] = set()
     for group in moving:
-        name = re.sub(r"\W+", "_", group.method.key)
+        name = re.sub(r"\W+", "_", group.method.label.lower())
         name = name if name not in names else f"{name}_{len(names)}"
         names.add(name)
         blocks.append(

@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
+
+import app.moe
+from callbacks.methods.initialization import STRATEGIES
 
 from ...figures import COLORS
 
 BLUE, ORANGE, GREEN, VERMILION, PINK, SKY, BLACK, _ = COLORS
 FAMILIES = {
     "dense": BLACK,
-    "topk": BLUE,
-    "topp": SKY,
-    "lossfree": SKY,
-    "default": ORANGE,
-    "tcmoe": GREEN,
-    "topany": PINK,
-    "dynmoe": VERMILION,
-    "other": BLACK,
+    "top-k": BLUE,
+    "top-p": SKY,
+    "loss-free balancing": SKY,
+    "Default MoE": ORANGE,
+    "TC-MoE": GREEN,
+    "top-any": PINK,
+    "DynMoE": VERMILION,
 }
 """Colour of a family of methods; the order is that of tables. Members differ in line style."""
-
-STARTS = {
-    "last_removed": "original",
-    "average": "average",
-    "weighted_average": "weighted average",
-    "most_activated": "most activated",
-    "random": "random",
-}
-"""What DynMoE's discussion calls the ways to initialise a new expert."""
 
 
 @dataclass(frozen=True, order=True)
@@ -38,54 +32,71 @@ class Method:
     Attributes:
         rank: place of its family in a table.
         size: place in the family.
-        key: what published.yaml calls it.
-        label: in words.
-        family: see `FAMILIES`.
+        label: in words, what published.yaml calls it too; the part before the comma is the family.
     """
 
     rank: int
     size: float
-    key: str
     label: str
-    family: str
+
+    @property
+    def family(self) -> str:
+        """What has a colour of its own."""
+        return self.label.partition(",")[0]
+
+    @property
+    def color(self) -> str:
+        """The family's; black for one that is not known here."""
+        return FAMILIES.get(self.family, BLACK)
 
 
 def method_of(config: dict[str, Any]) -> Method:
     """The method of a resolved config."""
     network = _part(_part(config, "model"), "network")
     moe = _part(network, "moe")
-    router, name = _part(moe, "router"), _class(_part(moe, "router", whole=True))
     callbacks = _part(config, "trainer").get("callbacks") or []
     extra = {_class(each): each.get("init_args") or {} for each in callbacks if _class(each)}
-    losses = _part(config, "model").get("losses") or {}
-    k = router.get("k", 2)
-    if not network.get("moe_blocks"):
-        family, size, key, label = "dense", 0, "dense", "dense"
-    elif name == "TopAny" and "AdaptiveExperts" in extra:
-        start = extra["AdaptiveExperts"].get("initialization", "?")
-        family, size, key = "dynmoe", float(list(STARTS).index(start)), f"dynmoe_{start}"
-        label = f"DynMoE, {STARTS[start]}"
-        if losses.keys() & {"load_balance", "efficiency"}:
-            more = [each for each in ("load_balance", "efficiency") if each in losses]
-            key, size = f"{key}+{'+'.join(more)}", size + 10
-            names = " and ".join({"load_balance": "balance"}.get(each, each) for each in more)
-            label += f" + {names} loss{'es' * (len(more) > 1)}"
-    elif name == "TopAny":
-        family, size, key, label = "topany", 0, "topany", "top-any, fixed experts"
-    elif name == "Ternary":
-        family, size, key, label = "tcmoe", k, f"tcmoe{k}", f"TC-MoE, k = {k}"
-    elif name == "TopP":
-        p = router.get("p")
-        family, size, key, label = "topp", p or 0, f"topp{p}", f"top-p, p = {p}"
-    elif name == "TopK":
-        family, size, key, label = "topk", k, f"topk{k}", f"top-k, k = {k}"
+    label, size = "dense", 0.0
+    if _has_experts(network):
+        label = _router_label(_part(moe, "router", whole=True), _part(moe, "router"))
+        numbers = re.findall(r"[\d.]+", label)
+        size = float(numbers[-1]) if numbers else 0.0
         if moe.get("default_vectors", "none") != "none":
-            family, key, label = "default", f"default{k}", f"Default MoE, k = {k}"
-        elif "LossFreeBalance" in extra:
-            family, key, label = "lossfree", f"lossfree{k}", f"loss-free balancing, k = {k}"
-    else:
-        family, size, key, label = "other", 0, name or "other", name or "unknown method"
-    return Method(list(FAMILIES).index(family), size, key, label, family)
+            label = _with(label, "top-k", "Default MoE", " + default vectors")
+        if "LossFreeBalance" in extra:
+            label = _with(label, "top-k", "loss-free balancing", " + loss-free balancing")
+        if "AdaptiveExperts" in extra:
+            start = str(extra["AdaptiveExperts"].get("initialization", "?"))
+            words = getattr(STRATEGIES.get(start), "label", start)
+            size = float([*STRATEGIES, start].index(start))
+            label = _with(label, "top-any, fixed experts", f"DynMoE, {words}", f", {words}")
+            losses = _part(config, "model").get("losses") or {}
+            more = [each for each in ("load_balance", "efficiency") if each in losses]
+            if more:
+                size += 10
+                names = " and ".join({"load_balance": "balance"}.get(each, each) for each in more)
+                label += f" + {names} loss{'es' * (len(more) > 1)}"
+    family = label.partition(",")[0]
+    known = list(FAMILIES)
+    return Method(known.index(family) if family in known else len(known), size, label)
+
+
+def _has_experts(network: dict[str, Any]) -> bool:
+    return bool(network.get("moe_blocks") or (network.get("moe") and network.get("layers")))
+
+
+def _router_label(router: dict[str, Any], init_args: dict[str, Any]) -> str:
+    """What the router's class calls itself, of one of the product's; else the class's name."""
+    name = _class(router)
+    found = getattr(app.moe, name, None) if name else app.moe.TopK
+    if not isinstance(found, type) or not issubclass(found, app.moe.Router):
+        return name or "unknown method"
+    return found.label(**init_args)
+
+
+def _with(label: str, plain: str, replaced: str, added: str) -> str:
+    """A label with a method's part: the known combination has a name, others are named by both."""
+    return label.replace(plain, replaced) if label.startswith(plain) else label + added
 
 
 def network_of(config: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from ...figures import COLORS, STYLE, new_figure
-from .methods import FAMILIES
 from .published import tables_for
 from .runs import Run
 from .summary import Group, Section
@@ -34,7 +33,7 @@ def styles(groups: Sequence[Group]) -> list[dict[str, object]]:
         place = counts[family] = counts.get(family, -1) + 1
         chosen.append(
             {
-                "color": FAMILIES[family],
+                "color": group.method.color,
                 "linestyle": LINES[place % len(LINES)],
                 "marker": MARKERS[number % len(MARKERS)],
             }
@@ -116,7 +115,7 @@ def _published(ax: Axes, section: Section) -> list[Line2D]:
         for group in section.groups:
             row = table.row(group)
             if row:
-                ax.plot(table.epochs, row["accuracy"], color=FAMILIES[group.method.family], **look)
+                ax.plot(table.epochs, row["accuracy"], color=group.method.color, **look)
         return [_handle(ax, "published, in the method's colour", color="0.3", **look)]
     return []
 

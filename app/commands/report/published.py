@@ -40,7 +40,7 @@ class Table:
 
     def row(self, group: Group) -> dict[str, Any] | None:
         """The published row of a group's method."""
-        return next((row for row in self.rows if row["method"] == group.method.key), None)
+        return next((row for row in self.rows if row["method"] == group.method.label), None)
 
     def differences(self, section: Section) -> str:
         """What sets the section's runs apart from the published ones, in words."""

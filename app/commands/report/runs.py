@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import math
 import re
-import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ...runs.progress import End, checkpointed, evaluated, newest_version, read_rows, settings_of
 from .methods import Method, data_of, method_of, network_of
 
 FILES = ("config.yaml", "metrics.csv")
-RECORD = "<Q4x"  # head of a record in an event file: its length and a check sum
 
 
 @dataclass
@@ -192,38 +189,16 @@ def _read_config(folder: Path, problems: list[str]) -> dict[str, Any]:
 
 
 def _read_metrics(folder: Path, problems: list[str]) -> list[Row]:
-    """From metrics.csv, or where that fails from the TensorBoard events."""
     raw, wrong = read_rows(folder / "metrics.csv")
     whole_epochs = evaluated(raw)[0]
     rows = [row for each in raw if (row := _as_row(each, whole_epochs)) is not None]
     if len(rows) < len(raw):
         wrong = wrong or f"is damaged: {len(raw) - len(rows)} of {len(raw)} rows have no numbers"
-    rows.sort(key=lambda row: row.step)
-    files = sorted(folder.glob("events.out.tfevents.*"))
-    cut = [file.name for file in files if not _is_whole(file)]
-    if cut:
-        problems.append(f"the event file {cut[0]} is truncated; what comes before is used")
-    if not wrong:
-        if not files:
-            problems.append(NO_EVENTS)
-        return rows
-    if not files:
-        begun = "has no evaluation yet" if wrong == "is missing" else f"metrics.csv {wrong}"
-        problems.append(f"{begun}, and there are no TensorBoard events to read instead")
-        return rows
-    from_events = _rows_from_events(folder, problems)
-    if len(from_events) > len(rows):
-        problems.append(f"metrics.csv {wrong}; evaluations are read from the TensorBoard events")
-        return from_events
-    problems.append(
-        f"metrics.csv {wrong}; the other rows are used"
-        if rows
-        else ("no evaluation yet" if wrong == "is missing" else f"metrics.csv {wrong}")
-    )
-    return rows
-
-
-NO_EVENTS = "no TensorBoard events; everything here comes from its CSV files"
+    if wrong == "is missing":
+        problems.append("has no evaluation yet")
+    elif wrong:
+        problems.append(f"metrics.csv {wrong}" + "; the other rows are used" * bool(rows))
+    return sorted(rows, key=lambda row: row.step)
 
 
 def _as_row(raw: dict[str, str], whole_epochs: int) -> Row | None:
@@ -243,39 +218,3 @@ def _as_row(raw: dict[str, str], whole_epochs: int) -> Row | None:
     if behind is not None and behind > whole_epochs:
         behind = None  # an evaluation within an epoch that is not over
     return Row(behind, int(values.pop("step")), values)
-
-
-def _rows_from_events(folder: Path, problems: list[str]) -> list[Row]:
-    try:
-        accumulator = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-        tags = accumulator.Tags()["scalars"]
-    except Exception:  # whatever bytes that are no events make the reader raise
-        problems.append("its event files are damaged")
-        return []
-    by_step: dict[int, dict[str, float]] = {}
-    for tag in tags:
-        if tag.startswith(("val/", "val_routing/", "val_compute/")) or tag == "epoch":
-            for event in accumulator.Scalars(tag):
-                by_step.setdefault(event.step, {})[tag] = event.value
-    rows = []
-    for step in sorted(by_step):
-        values = by_step[step]
-        epoch = values.pop("epoch", None)
-        if any(key.startswith("val/") for key in values):
-            rows.append(Row(None if epoch is None else int(epoch) + 1, step, values))
-    return rows
-
-
-def _is_whole(path: Path) -> bool:
-    """Whether an event file ends where a record does."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        while file.tell() < size:
-            head = file.read(struct.calcsize(RECORD))
-            if len(head) < struct.calcsize(RECORD):
-                return False
-            length = struct.unpack(RECORD, head)[0]
-            if length > size:
-                return False
-            file.seek(length + 4, 1)
-        return file.tell() == size

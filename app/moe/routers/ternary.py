@@ -154,7 +154,7 @@ class Ternary(Router):
 
     @classmethod
     def label(cls, k: int = 2, **init_args: Any) -> str:
-        return f"TC-MoE, top-{k}"
+        return f"TC-MoE, k = {k}"
 
     def slot_rows(self) -> dict[str, Tensor]:
         """One row for each level of a slot; those of the nulls belong to none."""

@@ -147,7 +147,7 @@ class TopAny(Router):
 
     @classmethod
     def label(cls, **init_args: Any) -> str:
-        return "top-any"
+        return "top-any, fixed experts"
 
     def state(self) -> dict[str, Tensor]:
         return {"threshold_E": full(self.threshold)}

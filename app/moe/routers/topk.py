@@ -95,7 +95,7 @@ class TopK(SoftmaxRouter):
 
     @classmethod
     def label(cls, k: int = 2, **init_args: Any) -> str:
-        return f"top-{k}"
+        return f"top-k, k = {k}"
 
     def keep_slots(self, keep: Sequence[int]) -> None:
         super().keep_slots(keep)

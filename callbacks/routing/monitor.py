@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import lightning as L
+import torch
 from torch import Tensor
 
 from app.moe import MoEBlock, moe_blocks
@@ -56,7 +57,6 @@ class RoutingMonitor(L.Callback):
             smallest and largest value over the layers.
 
     Attributes:
-        validation: what the last validation logged, by tag.
         history: each layer's loads of every training interval, from the run's first step.
         taking: shares of tokens that took 0, 1, 2 ... experts, by split ("" for the last training
             interval, "val_" for the last validation) and layer.
@@ -72,7 +72,6 @@ class RoutingMonitor(L.Callback):
         self.every_n_steps, self.detail = every_n_steps, detail
         self.blocks: dict[str, MoEBlock] = {}
         self.meter: FlopMeter | None = None
-        self.validation: dict[str, float] = {}
         self.history: dict[str, RoutingHistory] = {}
         self.taking: dict[str, dict[str, Tensor]] = {"": {}, "val_": {}}
         self._sums = {"": Sums(), "val_": Sums()}
@@ -124,7 +123,9 @@ class RoutingMonitor(L.Callback):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.sanity_checking:
-            self.validation = self._log(trainer, "val_")
+            # Others find them there: metrics.csv, and callbacks that monitor a metric.
+            logged = self._log(trainer, "val_")
+            trainer.callback_metrics.update({k: torch.tensor(v) for k, v in logged.items()})
             self._add_histograms(trainer)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

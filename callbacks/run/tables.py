@@ -14,11 +14,9 @@ from torch import nn
 from app.files import write_csv
 from app.moe import moe_blocks
 
-from ..routing.monitor import RoutingMonitor
-
 
 class MetricsTable(L.Callback):
-    """Writes metrics.csv: one row an evaluation.
+    """Writes metrics.csv: a row for each evaluation.
 
     Columns: `epoch` and `step`; `seconds` that the fit has taken up to there, evaluations included
     and the time between a stop and a resume not; `parameters` of the network without those of
@@ -47,9 +45,8 @@ class MetricsTable(L.Callback):
             "parameters": _parameters_in_use(pl_module),
         }
         row |= _metrics(trainer, ("val/", "train/"), skip="train/accuracy")
-        for monitor in trainer.callbacks:
-            if isinstance(monitor, RoutingMonitor):
-                row |= {k: v for k, v in monitor.validation.items() if k.endswith(FROM_MONITOR)}
+        routing = _metrics(trainer, ("val_routing/", "val_compute/"))
+        row |= {name: value for name, value in routing.items() if name.endswith(FROM_MONITOR)}
         self.rows.append(row)
         self._write(trainer)
 

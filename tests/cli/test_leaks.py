@@ -31,6 +31,7 @@ def children() -> set[int]:
 
 
 @pytest.mark.skipif(not FD.is_dir(), reason="counts open files in /proc")
+@pytest.mark.slow
 def test_fifty_runs_leave_nothing_open(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(ROOT)
     quick = [

@@ -546,7 +546,7 @@ def test_interrupted(digits, tmp_path, monkeypatch, capsys, place):
     elif place == "draw":
         monkeypatch.setattr("matplotlib.figure.Figure.savefig", interrupted)
     else:
-        monkeypatch.setattr("app.commands.arguments.os.replace", interrupted)
+        monkeypatch.setattr("app.files.os.replace", interrupted)
     options = ["--samples=5", f"--out={tmp_path / 'out'}", f"--json={tmp_path / 'r.json'}"]
     assert run("--ckpt_path", digits / "last.ckpt", *options) == 130
     assert one_line(capsys) == "interrupted\n"

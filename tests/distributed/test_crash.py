@@ -28,6 +28,8 @@ class Crash(L.Callback):
 """
 
 
+@pytest.mark.slow
+@pytest.mark.e2e
 @pytest.mark.parametrize(("how", "strategy"), [("raise", "ddp"), ("kill", "fsdp2")])
 def test_one_process_ends(tmp_path, how, strategy):
     (tmp_path / "crash.py").write_text(CRASH)

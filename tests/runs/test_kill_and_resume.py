@@ -74,6 +74,8 @@ def kill_plans(draw: random.Random, places: list[str], seconds: float):
             yield {"after": draw.uniform(0, seconds / 3)}
 
 
+@pytest.mark.slow
+@pytest.mark.e2e
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("name", "options"), [("quickstart", DIGITS), ("quickstart_lm", TEXT)])
 def test_killed_at_any_moment(server, tmp_path, name, options):

@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from ..models.exported import (
     FORMAT,
     VERSION,
     WEIGHTS,
+    allow_classes,
     build_network,
     checksum,
     file_sha256,
@@ -55,11 +57,22 @@ def main(argv: Sequence[str]) -> int:
                 raise ConfigError(
                     f"ckpt_path: last: no complete checkpoint below {options.runs / options.name}"
                 )
+        allow_classes(*(each for name in options.classes for each in _own_classes(name)))
         print(export(path, options.out, options.overwrite))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _own_classes(module: str) -> list[type[nn.Module]]:
+    """The networks, routers and experts that a module of the user's own defines."""
+    try:
+        found = vars(import_module(module)).values()
+    except ImportError as error:
+        raise ConfigError(f"classes: cannot import {module} ({error})") from error
+    classes = [each for each in found if isinstance(each, type) and issubclass(each, nn.Module)]
+    return [each for each in classes if each.__module__ == module]
 
 
 def export(path: Path, out: Path, overwrite: bool = False) -> str:
@@ -236,6 +249,13 @@ def _parser() -> Parser:
     )
     add("--out", required=True, type=Path, metavar="DIR", help="folder to write")
     add("--overwrite", action="store_true", help="replace an earlier export in DIR")
+    add(
+        "--classes",
+        nargs="+",
+        default=[],
+        metavar="MODULE",
+        help="modules of your own whose networks, routers and experts may be exported; imported",
+    )
     add("--name", help="name of the run, for --ckpt_path last")
     add("--runs", type=Path, default=Path("runs"), help="folder of all runs")
     return parser

@@ -11,14 +11,15 @@
     weights           SHA-256 of model.safetensors
     checksum          SHA-256 of all of the above
 
-Nothing in the folder is executed or unpickled, and only classes of `app.models` and `app.moe` are
-ever named in it.
+Nothing in the folder is executed or unpickled, and it names only classes of `app.models`, `app.moe`
+and those that the caller allows.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,17 @@ KNOWN = _known()
 """What a `class_path` may name. Nothing is imported by a name that a file gives."""
 
 
-def load_model(folder: str | Path, device: str | torch.device = "cpu") -> nn.Module:
+def allow_classes(*classes: type[nn.Module]) -> None:
+    """Lets exports name classes of one's own, as a router, by their module and name."""
+    for each in classes:
+        KNOWN[f"{each.__module__}.{each.__qualname__}"] = each
+
+
+def load_model(
+    folder: str | Path,
+    device: str | torch.device = "cpu",
+    classes: Sequence[type[nn.Module]] = (),
+) -> nn.Module:
     """The network of an exported folder, in evaluation mode.
 
     An image classifier maps images (B, C, H, W), normalised with `exported["images"]`, to logits
@@ -59,6 +70,7 @@ def load_model(folder: str | Path, device: str | torch.device = "cpu") -> nn.Mod
     Args:
         folder: what `python -m app export --out FOLDER` wrote.
         device: where to put it.
+        classes: of one's own that the export may name.
 
     Returns:
         The network, with its config.json as the attribute `exported`.
@@ -66,6 +78,7 @@ def load_model(folder: str | Path, device: str | torch.device = "cpu") -> nn.Mod
     Raises:
         ConfigError: a folder that is missing, damaged, or no such export.
     """
+    allow_classes(*classes)
     folder = Path(folder)
     config = read_config(folder)
     weights = _read_weights(folder, config)
@@ -153,14 +166,18 @@ def _build(spec: Any) -> Any:
     if isinstance(spec, dict) and "class_path" in spec:
         bound = {key: _build(value) for key, value in (spec.get("init_args") or {}).items()}
         return partial(_class(spec["class_path"]), **bound)
-    return _class(spec) if isinstance(spec, str) and spec.startswith("app.") else spec
+    return (
+        _class(spec)
+        if isinstance(spec, str) and (spec in KNOWN or spec.startswith("app."))
+        else spec
+    )
 
 
 def _class(path: Any) -> Any:
     if not isinstance(path, str) or path not in KNOWN:
         raise ConfigError(
             f"network: {path} is no class of app.models or app.moe; only those are exported and "
-            "loaded"
+            "loaded, and of your own what export --classes MODULE and load_model(classes=...) name"
         )
     return KNOWN[path]
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from app.errors import causes
 from app.moe import MoEBlock, moe_blocks
 from app.moe.sharded import sum_over_processes as sum_over_ranks
 
@@ -94,13 +95,11 @@ def widest_float(device: torch.device | str) -> torch.dtype:
 
 def disk_error(error: BaseException | None) -> OSError | None:
     """The system's refusal to write that an error comes from: no room, no permission; or None."""
-    known, seen = NO_ROOM + NOT_ALLOWED, set()
-    while error is not None and id(error) not in seen:  # chains of causes may have cycles
-        if isinstance(error, OSError) and error.errno in known:
-            return error
-        seen.add(id(error))
+    known = NO_ROOM + NOT_ALLOWED
+    for each in causes(error, hidden=True):
+        if isinstance(each, OSError) and each.errno in known:
+            return each
         known = NO_ROOM  # a library may have met the others on its way and gone on
-        error = error.__cause__ or error.__context__
     return None
 
 

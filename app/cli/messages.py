@@ -13,7 +13,7 @@ from typing import Any
 
 from omegaconf.errors import OmegaConfBaseException
 
-from ..errors import ConfigError
+from ..errors import ConfigError, causes
 
 
 def explain(message: str, options: Sequence[str] = (), subcommands: Collection[str] = ()) -> str:
@@ -172,9 +172,7 @@ UNUSABLE = (errno.EISDIR, errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
 def root_cause(error: BaseException) -> BaseException:
     """The exception at the start of a chain: jsonargparse wraps what a constructor raises."""
-    while error.__cause__ or (error.__context__ and not error.__suppress_context__):
-        error = error.__cause__ or error.__context__
-    return error
+    return list(causes(error))[-1]
 
 
 def _unknown_key(keys: str, option: str, owner: type | None) -> str:

@@ -226,9 +226,9 @@ PLACES: dict[str, Callable[[int], None]] = {
         "callbacks.methods.adaptive_experts", "AdaptiveExperts", "_record", before=False
     ),
     "after a birth": _of(
-        "callbacks.methods.adaptive_experts",
-        "AdaptiveExperts",
-        "_publish",
+        "callbacks.methods.expert_events",
+        "ExpertEvents",
+        "publish",
         before=False,
     ),
     "before an epoch's end is logged": _of(

@@ -46,13 +46,16 @@ class RankSums:
 
     def add(self, name: str, *values: Tensor) -> None:
         """Adds tensors to the sums of that name, the same number and shapes each time."""
-        olds = self._sums.get(name) or [torch.zeros_like(value) for value in values]
-        self._sums[name] = [old + value for old, value in zip(olds, values, strict=True)]
+        if name not in self._sums:
+            self._sums[name] = [value.clone() for value in values]
+            return
+        for total, value in zip(self._sums[name], values, strict=True):
+            total += value
 
     def take(self) -> dict[str, list[Tensor]]:
         """All sums over all processes, which have to ask together; begins anew."""
-        taken = self.state_dict()
-        self.clear()
+        taken, self._sums = self._sums, {}
+        sum_over_ranks(*(each for own in taken.values() for each in own))
         return taken
 
     def clear(self) -> None:
@@ -65,8 +68,11 @@ class RankSums:
 
     def to(self, device: torch.device) -> None:
         """Goes on where the batches are; a checkpoint is read to the CPU."""
-        for name, tensors in self._sums.items():
-            self._sums[name] = [each.to(device, _narrow(each.dtype, device)) for each in tensors]
+        wide = widest_float(device)
+        for name, own in self._sums.items():
+            self._sums[name] = [
+                each.to(device, wide if each.dtype == torch.float64 else each.dtype) for each in own
+            ]
 
     def state_dict(self) -> dict[str, list[Tensor]]:
         """Copies over all processes: every process builds a checkpoint, one writes it."""
@@ -82,10 +88,6 @@ class RankSums:
             name: [each.clone() if rank == 0 else torch.zeros_like(each) for each in own]
             for name, own in lists.items()
         }
-
-
-def _narrow(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    return widest_float(device) if dtype == torch.float64 else dtype
 
 
 def widest_float(device: torch.device | str) -> torch.dtype:

@@ -69,8 +69,8 @@ def _own_classes(module: str) -> list[type[nn.Module]]:
     """The networks, routers and experts that a module of the user's own defines."""
     try:
         found = vars(import_module(module)).values()
-    except ImportError as error:
-        raise ConfigError(f"classes: cannot import {module} ({error})") from error
+    except Exception as error:  # whatever the user's own code raises
+        raise ConfigError(f"classes: cannot import {module} ({error!r})") from error
     classes = [each for each in found if isinstance(each, type) and issubclass(each, nn.Module)]
     return [each for each in classes if each.__module__ == module]
 

@@ -139,16 +139,21 @@ def find_strategy(name: str) -> Strategy:
     Raises:
         ValueError: if there is none of that name.
     """
-    module, _, function = name.rpartition(".")
-    if not module and name in STRATEGIES:
+    if name in STRATEGIES:
         return STRATEGIES[name]
-    try:
-        return getattr(import_module(module), function)
-    except (ImportError, AttributeError, ValueError):
-        raise ValueError(
-            f"initialization: no strategy {name!r}; there are {', '.join(STRATEGIES)}, and the "
-            "import path of a function of your own (callbacks.methods.initialization shows how)"
-        ) from None
+    module, _, function = name.rpartition(".")
+    reason = ""
+    if module:
+        try:
+            found = getattr(import_module(module), function, None)
+        except ImportError as error:
+            found, reason = None, f" ({error})"
+        if callable(found):
+            return found
+    raise ValueError(
+        f"initialization: no strategy {name!r}{reason}; there are {', '.join(STRATEGIES)}, and the "
+        "import path of a function of your own (callbacks.methods.initialization shows how)"
+    )
 
 
 def on_cpu(weights: Weights) -> Weights:

@@ -125,7 +125,8 @@ class RoutingMonitor(L.Callback):
         if not trainer.sanity_checking:
             # Others find them there: metrics.csv, and callbacks that monitor a metric.
             logged = self._log(trainer, "val_")
-            trainer.callback_metrics.update({k: torch.tensor(v) for k, v in logged.items()})
+            exact = {key: torch.tensor(v, dtype=torch.float64) for key, v in logged.items()}
+            trainer.callback_metrics.update(exact)
             self._add_histograms(trainer)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

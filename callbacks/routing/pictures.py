@@ -17,7 +17,7 @@ from app.figures import as_image, save_image
 from app.moe import MoEBlock, moe_blocks
 from app.tasks.samples import ImageSamples, TextSamples
 
-from ..methods.adaptive_experts import AdaptiveExperts
+from ..methods.expert_events import births_and_deaths
 from .figures import load_figure, similarity_figure, taking_figure
 from .monitor import RoutingMonitor, spread_layers
 from .samples import Choices, patches_picture, tokens_html, tokens_picture
@@ -141,7 +141,7 @@ class RoutingPictures(L.Callback):
         vectors = to_host({name: similarity(block) for name, block in self.blocks.items()})
         folder = trainer.log_dir  # a broadcast: all processes have to ask
         if trainer.is_global_zero:
-            for name, picture in self._pictures(trainer, vectors):
+            for name, picture in self._pictures(Path(folder), vectors):
                 drawn = isinstance(picture, np.ndarray)
                 pixels = picture if drawn else as_image(picture, dpi=110)
                 save_image(pixels, Path(folder) / "pictures" / f"{name}.png")
@@ -154,13 +154,13 @@ class RoutingPictures(L.Callback):
         self._spent += time.monotonic() - begun
 
     def _pictures(
-        self, trainer: L.Trainer, vectors: dict[str, Tensor]
+        self, folder: Path, vectors: dict[str, Tensor]
     ) -> Iterator[tuple[str, Figure | np.ndarray]]:
         monitor, layers = self.monitor, list(self.blocks)
         for layer in layers:
             history = monitor.history.get(layer)
             if history is not None:
-                yield f"load_{layer}", load_figure(layer, history, _events(trainer, layer))
+                yield f"load_{layer}", load_figure(layer, history, births_and_deaths(folder, layer))
         shares = {
             split: monitor.taking[key]
             for split, key in (("training", ""), ("validation", "val_"))
@@ -200,14 +200,3 @@ class RoutingPictures(L.Callback):
         if isinstance(samples, TextSamples):
             title = f"Tokens by expert, step {step}{self._note(len(choices))}"
             path.write_text(tokens_html(samples, choices, title), encoding="utf-8")
-
-
-def _events(trainer: L.Trainer, layer: str) -> list[dict[str, Any]]:
-    """Births and deaths in a layer, from the run's first step."""
-    return [
-        event
-        for callback in trainer.callbacks
-        if isinstance(callback, AdaptiveExperts)
-        for event in callback.events
-        if event["layer"] == layer and event["event"] in ("birth", "death")
-    ]

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from callbacks import AdaptiveExperts
+from callbacks.methods.initialization import find_strategy
 from tests.callbacks.callback_support import EXPERTS, At, Toy, fit, same, tokens, toy_block, weights
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1)
@@ -357,3 +358,17 @@ def test_a_newborn_computes_with_its_new_weights(tmp_path):
     expected = F.linear(F.gelu(F.linear(x, up, up_bias)), down, down_bias)
     torch.testing.assert_close(block.train()(x), expected)
     assert math.isclose(float(block.routing.gates_TE[0, 2].detach()), 1.0)
+
+
+def zeros(birth):
+    """A strategy of one's own, found by its import path."""
+    weights = {name: 0 * p[0] for name, p in birth.block.experts.named_parameters()}
+    return weights, "zeros"
+
+
+def test_a_strategy_of_ones_own_and_none():
+    assert find_strategy(f"{__name__}.zeros") is zeros
+    for wrong, why in (("avrage", "no strategy"), (f"{__name__}.none", "no strategy"),
+                       ("no_such_module.zeros", "No module named 'no_such_module'")):  # fmt: skip
+        with pytest.raises(ValueError, match=why):
+            AdaptiveExperts(wrong)

@@ -22,8 +22,11 @@ from app.figures import new_figure
 LAYERS = ("blocks.1", "blocks.3")
 
 
-def config(name, seed, router="TopK", k=2, epochs=10, data="CIFAR10Data", callbacks=(), **losses):
-    moe = {"router": {"class_path": f"app.moe.{router}", "init_args": {"k": k}}, "num_experts": 8}
+def config(
+    name, seed, router="TopK", k=2, epochs=10, data="CIFAR10Data", callbacks=(), package="app.moe",
+    **losses,
+):  # fmt: skip
+    moe = {"router": {"class_path": f"{package}.{router}", "init_args": {"k": k}}, "num_experts": 8}
     network = {"dim": 128, "depth": 4, "moe_blocks": [1, 3]}
     return {
         "seed_everything": seed,
@@ -183,6 +186,13 @@ def test_broken_folders_cost_a_line_each(runs, tmp_path, capsys):
     (damaged / "metrics.csv").write_text("\n".join([*text[:3], text[3][:9], text[4]]))
     binary = write_run(runs, config("s/binary", 7), 4)
     (binary / "metrics.csv").write_bytes(b"\x00\xff\x00")
+    for name, key, value in (("nan", "val/accuracy", "nan"), ("noval", "val/other", 0.5)):
+        folder = write_run(runs, config(f"s/{name}", 9, k=3), 4)
+        rows = list(csv.DictReader((folder / "metrics.csv").open()))
+        for row in rows if name == "noval" else rows[-1:]:
+            del row["val/accuracy"]
+            row[key] = value
+        write_rows(folder / "metrics.csv", [{**dict.fromkeys(rows[-1], ""), **r} for r in rows])
     (runs / "s/none").mkdir()
     (runs / "s/none/fit.log").write_text("error: no")
     noconfig = write_run(runs, config("s/noconfig", 8), 4)
@@ -195,6 +205,8 @@ def test_broken_folders_cost_a_line_each(runs, tmp_path, capsys):
     for line in (
         "s/damaged: metrics.csv is damaged: 1 of 4 rows",
         "s/binary: metrics.csv is damaged: it is no text",
+        "s/nan: 1 of 4 evaluations have no finite val/accuracy; left out",
+        "s/noval: 4 of 4 evaluations have no finite val/loss; left out",
         "s/none: has not begun",
         "s/noconfig: config.yaml is damaged",
         f"{runs / 'empty'}: is no run",
@@ -273,6 +285,7 @@ def test_only_the_seed_may_differ_within_a_group(tmp_path):
             "DynMoE, weighted average + balance and efficiency losses",
         ),
         (config("r", 0, "MyRouter"), "MyRouter"),
+        (config("r", 0, "TopK", package="mine"), "TopK"),
         ({}, "dense"),
     ],
 )

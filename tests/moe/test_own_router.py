@@ -14,6 +14,8 @@ from app.models import exported
 from app.moe import Router, Routing
 from tests.callbacks.callback_support import read_scalars
 
+RECIPE = Path(__file__).parents[2] / "configs" / "recipes" / "digits.yaml"
+
 
 class ExpertChoice(Router):
     """Each expert takes the quarter of the tokens that suit it best (arXiv 2202.09368)."""
@@ -43,7 +45,7 @@ def test_it_trains_is_watched_exports_and_reloads(
         f"--runs={tmp_path}", "--name=own", f"{moe}.max_experts=6",
         f"{moe}.router=tests.moe.test_own_router.ExpertChoice", "--monitor.every_n_steps=5",
     ]  # fmt: skip
-    assert main(["fit", "--config", "configs/recipes/digits.yaml", *options]) in (0, None)
+    assert main(["fit", "--config", str(RECIPE), *options]) in (0, None)
     run = tmp_path / "own" / "version_0"
     logged = read_scalars(run)
     assert any(tag.endswith("/experts_per_token") for tag in logged)

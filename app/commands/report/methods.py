@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-import app.moe
 from callbacks.methods.initialization import STRATEGIES
 
+from ... import moe as moe_package
 from ...figures import COLORS
 
 BLUE, ORANGE, GREEN, VERMILION, PINK, SKY, BLACK, _ = COLORS
@@ -59,7 +59,7 @@ def method_of(config: dict[str, Any]) -> Method:
     label, size = "dense", 0.0
     if _has_experts(network):
         label = _router_label(_part(moe, "router", whole=True), _part(moe, "router"))
-        numbers = re.findall(r"[\d.]+", label)
+        numbers = re.findall(r"\d+(?:\.\d+)?", label)
         size = float(numbers[-1]) if numbers else 0.0
         if moe.get("default_vectors", "none") != "none":
             label = _with(label, "top-k", "Default MoE", " + default vectors")
@@ -82,14 +82,15 @@ def method_of(config: dict[str, Any]) -> Method:
 
 
 def _has_experts(network: dict[str, Any]) -> bool:
-    return bool(network.get("moe_blocks") or (network.get("moe") and network.get("layers")))
+    return bool(network.get("moe_blocks", network.get("moe")))  # networks by name have no list
 
 
 def _router_label(router: dict[str, Any], init_args: dict[str, Any]) -> str:
     """What the router's class calls itself, of one of the product's; else the class's name."""
     name = _class(router)
-    found = getattr(app.moe, name, None) if name else app.moe.TopK
-    if not isinstance(found, type) or not issubclass(found, app.moe.Router):
+    ours = str(router.get("class_path")).startswith("app.moe.")
+    found = getattr(moe_package, name, None) if ours else None
+    if not isinstance(found, type) or not issubclass(found, moe_package.Router):
         return name or "unknown method"
     return found.label(**init_args)
 

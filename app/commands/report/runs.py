@@ -159,7 +159,7 @@ def read_run(folder: Path) -> tuple[Run, list[str]]:
         return Run(name, folder, {}, [], [], None, End(None, None)), problems
     config = _read_config(folder, problems)
     name = config.get("name") or name
-    rows = _read_metrics(folder, problems)
+    evaluations = _read_metrics(folder, problems)
     events, wrong = read_rows(folder / "expert_events.csv")
     if wrong and "missing" not in wrong:
         problems.append(f"expert_events.csv {wrong}; the other rows are used")
@@ -167,10 +167,18 @@ def read_run(folder: Path) -> tuple[Run, list[str]]:
     end = End.of(trainer) if config else End(None, None)
     finished = None
     if config:
-        attested = (rows[-1].epoch or 0 if rows else 0), (rows[-1].step if rows else 0)
+        last = evaluations[-1] if evaluations else Row(0, 0, {})
+        attested = last.epoch or 0, last.step
         saved = checkpointed(whole) if folder != whole else None
         finished = end.reached(*attested) or bool(saved and end.reached(*saved))
-    return Run(name, folder, config, rows, events, finished, end, settings_of(config)), problems
+    run = Run(name, folder, config, evaluations, events, finished, end, settings_of(config))
+    run.rows = [row for row in evaluations if run.metric in row.values]
+    if len(run.rows) < len(evaluations):
+        without = len(evaluations) - len(run.rows)
+        problems.append(
+            f"{without} of {len(evaluations)} evaluations have no finite {run.metric}; left out"
+        )
+    return run, problems
 
 
 def _read_config(folder: Path, problems: list[str]) -> dict[str, Any]:
@@ -206,11 +214,13 @@ def _as_row(raw: dict[str, str], whole_epochs: int) -> Row | None:
     for key, text in raw.items():
         if text:
             try:
-                values[key] = float(text)
+                value = float(text)
             except ValueError:
                 return None
-    if not all(math.isfinite(values.get(key, 0.0)) for key in ("step", "epoch")):
-        return None
+            if math.isfinite(value):
+                values[key] = value
+            elif key in ("step", "epoch"):
+                return None
     if "step" not in values:
         return None
     epoch = values.pop("epoch", None)

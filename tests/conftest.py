@@ -1,11 +1,11 @@
-"""What holds for all tests: few threads, and an environment that each leaves as it found it."""
+"""What holds for all tests: one thread, and an environment that each leaves as it found it."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 
-os.environ.setdefault("OMP_NUM_THREADS", "2")  # before torch is imported
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; two spin for each other
 
 import pytest
 

@@ -1,4 +1,7 @@
-"""The one exception that the user's data can cause, and a check that raises it."""
+"""The one exception that the user's data can cause, and what raises it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class DataError(Exception):
@@ -13,12 +16,21 @@ class DataError(Exception):
         super().__init__(" ".join(part.strip() for part in message.splitlines() if part.strip()))
 
 
-def check_range(low: float, high: float | None = None, /, **settings: float | None) -> None:
-    """Refuse settings outside `low` to `high`, both included; None is let through.
+@contextmanager
+def blame(
+    what: str, fix: str, kinds: type[Exception] | tuple[type[Exception], ...] = Exception
+) -> Iterator[None]:
+    """Turn errors of these kinds into a DataError `<what> (<error>); <fix>`."""
+    try:
+        yield
+    except DataError:
+        raise
+    except kinds as error:
+        raise DataError(f"{what} ({error}); {fix}") from error
 
-    Raises:
-        DataError: Names the key, its value and the range.
-    """
+
+def check_range(low: float, high: float | None = None, /, **settings: float | None) -> None:
+    """Refuse settings, other than None, outside `low` to `high`, both included: a DataError."""
     for name, value in settings.items():
         if value is not None and not (low <= value and (high is None or value <= high)):
             expected = f"{low} or more" if high is None else f"{low} to {high}"

@@ -15,7 +15,7 @@ from .reading import (
     fetch_archive,
     find_parquet,
     has_parquet,
-    read_class_folders,
+    read_folder,
     read_parquet,
     resize_images,
 )
@@ -69,7 +69,7 @@ class CIFAR10Data(ImageData):
         if self.published.is_dir():
             return self._read_published(split)
         if (self.root / "train").is_dir():
-            return read_class_folders(self.root / split, self.class_names, self.image_size)
+            return read_folder(self.root / split, self.class_names, self.image_size)
         raise DataError(
             f"{self.root}: no CIFAR-10 here; point --data.root to a folder with train-*.parquet, "
             f"{CIFAR10.base_folder} or train/"

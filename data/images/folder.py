@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import DataError
 from .module import ImageData
-from .reading import ImageSet, list_classes, read_class_folders
+from .reading import ImageSet, list_classes, read_folder
 
 
 class ImageFolderData(ImageData):
@@ -57,4 +57,4 @@ class ImageFolderData(ImageData):
                 f"{self.root}: no val/ or test/ folder here; add one, or set "
                 f"--data.val_fraction to hold out training images for validation"
             )
-        return read_class_folders(folder, self.class_names, self.image_size)
+        return read_folder(folder, self.class_names, self.image_size)

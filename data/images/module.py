@@ -29,7 +29,7 @@ from .augment import (
     augment,
     to_device,
 )
-from .reading import ImageSet, read_unlabelled
+from .reading import ImageSet, read_folder
 
 
 def stratified_split(labels: Tensor, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
@@ -261,7 +261,7 @@ class ImageData(LightningDataModule):
     def _load(self, name: str) -> dict[str, ImageSet]:
         device = self._device()
         if name == "predict":
-            data = read_unlabelled(Path(self.predict_folder).expanduser(), self.image_shape[-1])
+            data = read_folder(Path(self.predict_folder).expanduser(), None, self.image_shape[-1])
             if self.channels == 1:
                 data = replace(data, images=tv.rgb_to_grayscale(data.images))
             return {name: self._checked(data).to(device)}

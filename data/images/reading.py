@@ -1,4 +1,7 @@
-"""Reading labelled images from parquet files, class folders and archives into uint8 tensors."""
+"""Reading labelled images from parquet files, class folders and archives into uint8 tensors.
+
+Shapes: N images, C channels, H height, W width.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import re
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -27,16 +30,14 @@ from torch import Tensor
 from torchvision.datasets.utils import check_integrity, download_and_extract_archive
 from torchvision.transforms.v2 import functional as tv
 
-from ..errors import DataError
+from ..errors import DataError, blame
 
-SUFFIXES = frozenset(
-    (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
-)
+SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
 
 
 @dataclass(frozen=True)
 class ImageSet:
-    """Images of one size in memory: N images, C channels, H height, W width.
+    """Images of one size in memory.
 
     Args:
         images: uint8 [N, C, H, W].
@@ -62,26 +63,6 @@ class ImageSet:
         return replace(self, images=self.images.to(device), labels=self.labels.to(device))
 
 
-def check_labels(labels: Sequence[int | None], num_classes: int, names: Sequence[str]) -> Tensor:
-    """Return labels as int64 [N].
-
-    Args:
-        labels: What the file holds.
-        num_classes: Labels go from 0 to one less than this.
-        names: Names the place of each label in an error.
-
-    Raises:
-        DataError: If a label is missing or outside the range.
-    """
-    for label, name in zip(labels, names, strict=True):
-        if not isinstance(label, int) or not 0 <= label < num_classes:
-            raise DataError(
-                f"{name}: label {label} is outside 0 to {num_classes - 1}; "
-                f"the data must have {num_classes} classes, numbered from 0"
-            )
-    return torch.tensor(labels, dtype=torch.int64)
-
-
 def decode_images(
     sources: Sequence[Path | bytes], names: Sequence[str], image_size: int | None
 ) -> Tensor:
@@ -101,18 +82,24 @@ def decode_images(
     """
     pixels_NHWC: np.ndarray | None = None
     transparent = 0
-    for i, source in enumerate(_progress(sources)):
-        image, on_white = _decode(source, names[i])
+    # A bar where the wait is noticed and someone is looking.
+    shown = len(sources) > 2000 and rank_zero_only.rank == 0 and sys.stderr.isatty()
+    bar = track(
+        sources, "Reading images", console=Console(stderr=True), transient=True, disable=not shown
+    )
+    for i, source in enumerate(bar):
+        with blame(f"{names[i]}: this image cannot be decoded", "replace or remove it"):
+            image, on_white = _decode(source)
         transparent += on_white
         if image_size is not None and image.size != (image_size, image_size):
             image = ImageOps.fit(image, (image_size, image_size), Image.Resampling.BILINEAR)
         if pixels_NHWC is None:
             pixels_NHWC = np.empty((len(sources), image.height, image.width, 3), np.uint8)
-        first_height, first_width = pixels_NHWC.shape[1:3]
-        if image.size != (first_width, first_height):
+        height, width = pixels_NHWC.shape[1:3]
+        if image.size != (width, height):
             raise DataError(
                 f"{names[i]}: this image is {image.width}x{image.height}, {names[0]} is "
-                f"{first_width}x{first_height}; set --data.image_size to bring all to one size"
+                f"{width}x{height}; set --data.image_size to bring all to one size"
             )
         pixels_NHWC[i] = np.asarray(image)
     assert pixels_NHWC is not None, "no images to decode"
@@ -124,41 +111,25 @@ def decode_images(
     return torch.from_numpy(pixels_NHWC).permute(0, 3, 1, 2).contiguous()
 
 
-def _decode(source: Path | bytes, name: str) -> tuple[Image.Image, bool]:
-    """An image as RGB, and whether parts of it are transparent."""
-    try:
-        content = source if isinstance(source, bytes) else source.read_bytes()
-        with Image.open(io.BytesIO(content)) as image:
-            image.verify()  # a PNG's checksums, which decoders leave out for the pixels
-        with Image.open(io.BytesIO(content)) as image:
-            ImageOps.exif_transpose(image, in_place=True)
-            return _to_rgb(image)
-    except Exception as error:  # decoders raise OSError, SyntaxError, struct.error and more
-        raise DataError(
-            f"{name}: this image cannot be decoded ({error}); replace or remove it"
-        ) from error
-
-
-def _to_rgb(image: Image.Image) -> tuple[Image.Image, bool]:
-    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
-        # Pillow's conversion would clip at 255.
-        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB"), False
-    if image.mode in ("I", "F"):
-        raise ValueError("its pixels are 32-bit numbers of unknown range; save it with 8 bits")
-    if not image.has_transparency_data:
-        return image.convert("RGB"), False
-    image = image.convert("RGBA")
-    if image.getextrema()[3][0] == 255:
-        return image.convert("RGB"), False
-    white = Image.new("RGBA", image.size, "white")
-    return Image.alpha_composite(white, image).convert("RGB"), True
-
-
-def _progress(sources: Sequence[Path | bytes]) -> Iterable[Path | bytes]:
-    """Show a bar on stderr where the wait is noticed and someone is looking."""
-    shown = len(sources) > 2000 and rank_zero_only.rank == 0 and sys.stderr.isatty()
-    console = Console(stderr=True)
-    return track(sources, "Reading images", console=console, transient=True, disable=not shown)
+def _decode(source: Path | bytes) -> tuple[Image.Image, bool]:
+    """An image as RGB, and whether parts of it are transparent; may raise anything."""
+    content = source if isinstance(source, bytes) else source.read_bytes()
+    with Image.open(io.BytesIO(content)) as image:
+        image.verify()  # a PNG's checksums, which decoders leave out for the pixels
+    with Image.open(io.BytesIO(content)) as image:
+        ImageOps.exif_transpose(image, in_place=True)
+        if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
+            # Pillow's conversion would clip at 255.
+            return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB"), False
+        if image.mode in ("I", "F"):
+            raise ValueError("its pixels are 32-bit numbers of unknown range; save it with 8 bits")
+        if not image.has_transparency_data:
+            return image.convert("RGB"), False
+        rgba = image.convert("RGBA")
+    if rgba.getextrema()[3][0] == 255:
+        return rgba.convert("RGB"), False
+    white = Image.new("RGBA", rgba.size, "white")
+    return Image.alpha_composite(white, rgba).convert("RGB"), True
 
 
 def resize_images(images: Tensor, image_size: int | None) -> Tensor:
@@ -169,7 +140,7 @@ def resize_images(images: Tensor, image_size: int | None) -> Tensor:
     return torch.cat([tv.resize(part, size, antialias=True) for part in images.split(1000)])
 
 
-# ---- class folders
+# ---- folders
 
 
 def list_classes(folder: Path) -> list[str]:
@@ -191,16 +162,8 @@ def _hidden(path: Path) -> bool:
     return path.name[0] == "." or path.name == "__MACOSX"
 
 
-def find_images(folder: Path, passed_over: Counter[str]) -> list[Path]:
-    """Return all image files in `folder`, at any depth, sorted. Links are followed.
-
-    Args:
-        folder: Where to look.
-        passed_over: Counts, by kind, the files that are no images.
-
-    Raises:
-        DataError: If there is no such folder, or no image in it.
-    """
+def _find_images(folder: Path, passed_over: Counter[str]) -> list[Path]:
+    """All image files at any depth, sorted; links are followed, and other files counted by kind."""
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder; give the path of a folder of images")
     found, seen = [], set()
@@ -232,60 +195,35 @@ def _not_an_image(path: Path) -> str | None:
     return None if suffix in SUFFIXES else suffix or "without suffix"
 
 
-def _say_passed_over(folder: Path, passed_over: Counter[str]) -> None:
-    if total := passed_over.total():
-        kinds = ", ".join(f"{count} {kind}" for kind, count in passed_over.most_common() if count)
-        rank_zero_info(f"{folder}: passed over {total} files that are no images: {kinds}")
-
-
-def read_class_folders(folder: Path, class_names: list[str], image_size: int | None) -> ImageSet:
-    """Read folder/<class>/**/<image>.
+def read_folder(folder: Path, class_names: list[str] | None, image_size: int | None) -> ImageSet:
+    """Read folder/<class>/**/<image>, or without classes every image in the folder.
 
     Args:
         folder: Holds a folder for each class.
-        class_names: All classes in the order of their labels; some may be absent here.
+        class_names: All classes in the order of their labels; some may be absent here. None to
+            label all images -1.
         image_size: See `decode_images`.
 
     Raises:
         DataError: If a folder is not a class or has no images, or an image is unreadable.
     """
     files, labels = [], []
-    passed_over = Counter(
-        _not_an_image(path) or "outside the class folders"
-        for path in folder.iterdir()
-        if not path.is_dir()
-    )
-    for name in list_classes(folder):
-        if name not in class_names:
+    passed_over: Counter[str] = Counter()
+    if class_names is not None:
+        loose = [path for path in folder.iterdir() if not path.is_dir()] if folder.is_dir() else []
+        passed_over.update(_not_an_image(path) or "outside the class folders" for path in loose)
+    for name in [""] if class_names is None else list_classes(folder):
+        if class_names is not None and name not in class_names:
             raise DataError(
                 f"{folder / name}: there is no class {name!r} in the training set; "
                 f"rename the folder or add training images of it"
             )
-        found = find_images(folder / name, passed_over)
+        found = _find_images(folder / name, passed_over)
         files += found
-        labels += [class_names.index(name)] * len(found)
-    return _read_files(folder, files, labels, passed_over, image_size)
-
-
-def read_unlabelled(folder: Path, image_size: int | None) -> ImageSet:
-    """Read all images in a folder, at any depth; labels are -1.
-
-    Raises:
-        DataError: If there are no images or one is unreadable.
-    """
-    passed_over: Counter[str] = Counter()
-    files = find_images(folder, passed_over)
-    return _read_files(folder, files, [-1] * len(files), passed_over, image_size)
-
-
-def _read_files(
-    folder: Path,
-    files: list[Path],
-    labels: list[int],
-    passed_over: Counter[str],
-    image_size: int | None,
-) -> ImageSet:
-    _say_passed_over(folder, passed_over)
+        labels += [-1 if class_names is None else class_names.index(name)] * len(found)
+    if total := passed_over.total():
+        kinds = ", ".join(f"{count} {kind}" for kind, count in passed_over.most_common() if count)
+        rank_zero_info(f"{folder}: passed over {total} files that are no images: {kinds}")
     images = decode_images(files, [str(file) for file in files], image_size)
     names = [file.relative_to(folder).as_posix() for file in files]
     return ImageSet(images, torch.tensor(labels), names)
@@ -328,16 +266,18 @@ def find_parquet(root: Path, split: str) -> list[Path]:
     return files
 
 
+def _schema(file: Path) -> pa.Schema:
+    with blame(f"{file}: not readable as parquet", "it may be truncated, download it again"):
+        return pq.read_schema(file)
+
+
 def parquet_class_names(file: Path) -> list[str] | None:
     """Return the class names in a file's metadata, as Hugging Face datasets writes them, or None.
 
     Raises:
         DataError: If the file is no readable parquet.
     """
-    try:
-        metadata = pq.read_schema(file).metadata or {}
-    except Exception as error:  # damaged bytes make the reader raise anything
-        raise _unreadable(file, error) from error
+    metadata = _schema(file).metadata or {}
     try:
         return json.loads(metadata[b"huggingface"])["info"]["features"]["label"]["names"]
     except (KeyError, TypeError, ValueError):
@@ -358,49 +298,42 @@ def read_parquet(files: Sequence[Path], num_classes: int, image_size: int | None
     """
     encoded, labels, places, names = [], [], [], []
     for file in files:
-        images, file_labels = _read_columns(file)
-        rows = [f"{file} row {row}" for row in range(len(images))]
-        encoded += [image["bytes"] if image else None for image in images]
-        labels.append(check_labels(file_labels, num_classes, rows))
-        places += rows
-        names += [
-            (image and image.get("path")) or f"{file.name} row {row}"
-            for row, image in enumerate(images)
-        ]
+        for row, (image, label) in enumerate(_read_rows(file)):
+            place = f"{file} row {row}"
+            if not isinstance(label, int) or not 0 <= label < num_classes:
+                raise DataError(
+                    f"{place}: label {label} is outside 0 to {num_classes - 1}; "
+                    f"the data must have {num_classes} classes, numbered from 0"
+                )
+            if not image or image["bytes"] is None:
+                raise DataError(
+                    f"{place}: this row has no image bytes; remove it or embed the image"
+                )
+            encoded.append(image["bytes"])
+            labels.append(label)
+            places.append(place)
+            names.append(image.get("path") or f"{file.name} row {row}")
     if not encoded:
         raise DataError(f"{files[0]}: this file has no rows; download it again")
-    for place, content in zip(places, encoded, strict=True):
-        if content is None:
-            raise DataError(f"{place}: this row has no image bytes; remove it or embed the image")
-    return ImageSet(decode_images(encoded, places, image_size), torch.cat(labels), names)
+    return ImageSet(decode_images(encoded, places, image_size), torch.tensor(labels), names)
 
 
-def _read_columns(file: Path) -> tuple[list[dict | None], list[int | None]]:
-    """Read the image column and the label column of one file."""
-    try:
-        schema = pq.read_schema(file)
-        found = [name for name in ("img", "image") if name in schema.names]
-        if len(found) != 1 or "label" not in schema.names:
-            raise DataError(
-                f"{file}: the columns are {', '.join(schema.names)}; "
-                f"expected either 'img' or 'image', and 'label'"
-            )
-        (image,) = found
-        kind = schema.field(image).type
-        if not pa.types.is_struct(kind) or kind.get_field_index("bytes") < 0:
-            raise DataError(f"{file}: column {image!r} is {kind}; expected a struct with 'bytes'")
+def _read_rows(file: Path) -> list[tuple[dict | None, int | None]]:
+    """The image and the label of each row."""
+    schema = _schema(file)
+    found = [name for name in ("img", "image") if name in schema.names]
+    if len(found) != 1 or "label" not in schema.names:
+        raise DataError(
+            f"{file}: the columns are {', '.join(schema.names)}; "
+            f"expected either 'img' or 'image', and 'label'"
+        )
+    (image,) = found
+    kind = schema.field(image).type
+    if not pa.types.is_struct(kind) or kind.get_field_index("bytes") < 0:
+        raise DataError(f"{file}: column {image!r} is {kind}; expected a struct with 'bytes'")
+    with blame(f"{file}: not readable as parquet", "it may be truncated, download it again"):
         table = pq.read_table(file, columns=[image, "label"], page_checksum_verification=True)
-        return table[image].to_pylist(), table["label"].to_pylist()
-    except DataError:
-        raise
-    except Exception as error:  # damaged bytes make the reader raise anything
-        raise _unreadable(file, error) from error
-
-
-def _unreadable(file: Path, error: Exception) -> DataError:
-    return DataError(
-        f"{file}: not readable as parquet ({error}); it may be truncated, download it again"
-    )
+        return list(zip(table[image].to_pylist(), table["label"].to_pylist(), strict=True))
 
 
 # ---- archives
@@ -423,7 +356,8 @@ def fetch_archive(url: str, md5: str, folder: Path, download: bool) -> None:
     """
     root = folder.parent
     archive = root / url.rsplit("/", 1)[1]
-    try:
+    fix = "put the file here by other means, or point --data.root to a copy of the dataset"
+    with blame(f"{archive}: fetching this from {url} failed", fix):
         others = root.exists() and any(p.name[0] != "." and p != archive for p in root.iterdir())
         if (others or not download) and not check_integrity(archive, md5):
             state = "this file is damaged" if archive.exists() else "this file is not there"
@@ -435,10 +369,3 @@ def fetch_archive(url: str, md5: str, folder: Path, download: bool) -> None:
         with tempfile.TemporaryDirectory(dir=root, prefix=".extract-") as partial:
             download_and_extract_archive(url, root, partial, md5=md5)
             os.replace(Path(partial) / folder.name, folder)
-    except DataError:
-        raise
-    except Exception as error:  # of the network, the file system and three kinds of archive
-        raise DataError(
-            f"{archive}: fetching this from {url} failed ({error}); "
-            f"put the file here by other means, or point --data.root to a copy of the dataset"
-        ) from error

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..errors import DataError
+from ..errors import DataError, blame
 from .module import ImageData
 from .reading import (
     ImageSet,
@@ -17,7 +17,7 @@ from .reading import (
     has_parquet,
     list_classes,
     parquet_class_names,
-    read_class_folders,
+    read_folder,
     read_parquet,
 )
 
@@ -85,16 +85,14 @@ class TinyImageNetData(ImageData):
                 f"train-*.parquet or train/ and val/"
             )
         if split == "train":
-            return read_class_folders(folder / "train", self.class_names, self.image_size)
+            return read_folder(folder / "train", self.class_names, self.image_size)
         return self._read_annotated(folder / "val")
 
     def _read_annotated(self, folder: Path) -> ImageSet:
         """Read val/images, whose labels are in val/val_annotations.txt: file, wnid and a box."""
         table = folder / "val_annotations.txt"
-        try:
+        with blame(f"{table}: not readable", "extract the zip again", (OSError, ValueError)):
             rows = [line.split("\t")[:2] for line in table.read_text().splitlines() if line]
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"{table}: not readable ({error}); extract the zip again") from error
         label_of = {name: label for label, name in enumerate(self.class_names)}
         for number, row in enumerate(rows, 1):
             if len(row) != 2 or row[1] not in label_of:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torchvision.transforms.v2 import functional as tv
 
-from ..batches import BatchLoader, ordered_loader, processes, trainer_position
+from ..batches import BatchLoader
 from ..errors import DataError, check_range
 from .augment import (
     Flip,
@@ -181,8 +181,7 @@ class ImageData(LightningDataModule):
             shuffle=True,
             seed=self.seed,
             drop_last=True,
-            position=trainer_position(self.trainer) if self.trainer else None,
-            **processes(self.trainer),
+            trainer=self.trainer,
         )
 
     def val_dataloader(self) -> BatchLoader:
@@ -205,7 +204,7 @@ class ImageData(LightningDataModule):
         return levels.round().clamp(0, 255).to(torch.uint8)
 
     def _train_batch(
-        self, indices: Tensor, local: slice, generator: torch.Generator
+        self, indices: Tensor, local: slice, generator: torch.Generator, epoch: int
     ) -> tuple[Tensor, Tensor]:
         images, labels = self._select(self._split("train"), indices[local])
         images = augment(images, self._transforms, len(indices), local, generator)
@@ -214,11 +213,11 @@ class ImageData(LightningDataModule):
     def _eval_loader(self, name: str) -> BatchLoader:
         data = self._split(name)
 
-        def make_batch(indices: Tensor, local: slice, _: torch.Generator) -> tuple[Tensor, Tensor]:
+        def make_batch(indices: Tensor, local: slice, *_: Any) -> tuple[Tensor, Tensor]:
             images, labels = self._select(data, indices[local])
             return self._normalize(images), indices[local] if name == "predict" else labels
 
-        return ordered_loader(make_batch, len(data), self.eval_batch_size, self.trainer)
+        return BatchLoader(make_batch, len(data), self.eval_batch_size, trainer=self.trainer)
 
     @staticmethod
     def _select(data: ImageSet, indices: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,9 +6,8 @@ A batch is one tensor, LongTensor [B, S + 1]: the model reads `batch[:, :-1]` an
 `batch[:, 1:]`. In validation and test, -100 marks the places after the end of the text.
 """
 
-import itertools
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +17,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from ..batches import BatchLoader, ordered_loader, processes, trainer_position
+from ..batches import BatchLoader
 from ..errors import DataError, check_range
 from .corpus import (
     Span,
@@ -109,7 +108,6 @@ class TextData(L.LightningDataModule):
         self.eval_batch_size = batch_size if eval_batch_size is None else eval_batch_size
         self.seed, self.cache_dir, self.column = seed, Path(cache_dir).expanduser(), column
         self._files: dict[Split, TokenFile] = {}
-        self._offset = 0
 
     def prepare_data(self) -> None:
         """Download, train the tokenizer and write the token files, where not done before."""
@@ -217,15 +215,18 @@ class TextData(L.LightningDataModule):
         # One block fewer than would fit leaves room for any offset below block_size.
         blocks = max(1, (len(file) - self.block_size) // self.block_size)
         room = min(self.block_size, len(file) - blocks * self.block_size)
+
+        def make_batch(index: Tensor, local: slice, _: torch.Generator, epoch: int) -> Tensor:
+            return self._blocks(file, index[local], self._offset(epoch, room))
+
         return BatchLoader(
-            lambda index, local, generator: self._blocks(file, index[local], self._offset),
+            make_batch,
             blocks,
             self.batch_size,
             shuffle=True,
             seed=self.seed,
             drop_last=blocks >= self.batch_size,
-            position=self._position(room),
-            **processes(self.trainer),
+            trainer=self.trainer,
         )
 
     def val_dataloader(self) -> BatchLoader:
@@ -238,31 +239,22 @@ class TextData(L.LightningDataModule):
 
     def _eval_loader(self, split: Split) -> BatchLoader:
         file = self._split(split)
-        return ordered_loader(
-            lambda index, local, generator: self._blocks(file, index[local], 0),
+        return BatchLoader(
+            lambda index, local, *_: self._blocks(file, index[local], 0),
             -(-(len(file) - 1) // self.block_size),
             self.eval_batch_size,
-            self.trainer,
+            trainer=self.trainer,
         )
+
+    def _offset(self, epoch: int, room: int) -> int:
+        """Where an epoch's blocks start, below `room`."""
+        return int(np.random.default_rng((self.seed, epoch)).integers(room))
 
     def _blocks(self, file: TokenFile, index_B: Tensor, offset: int) -> Tensor:
         """Blocks `index_B` of a text that starts at `offset`; they share their border tokens."""
         place = index_B.numpy()[:, None] * self.block_size + offset + np.arange(self.block_size + 1)
         tokens = file.tokens_N[np.minimum(place, len(file) - 1)].astype(np.int64)
         return torch.from_numpy(np.where(place < len(file), tokens, IGNORED))
-
-    def _position(self, room: int) -> Callable[[], tuple[int, int]]:
-        """Where training stands, as (epoch, batch); draws the epoch's offset on the way."""
-        # Without a trainer, each pass over the loader is an epoch.
-        passes = ((epoch, 0) for epoch in itertools.count())
-        trained = None if self.trainer is None else trainer_position(self.trainer)
-
-        def position() -> tuple[int, int]:
-            epoch, batch = next(passes) if trained is None else trained()
-            self._offset = int(np.random.default_rng((self.seed, epoch)).integers(room))
-            return epoch, batch
-
-        return position
 
 
 class HuggingFaceText(TextData):

@@ -1,5 +1,7 @@
 """Batches are a function of (seed, epoch, batch), however the run is cut or shared."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,14 +11,25 @@ from data.batches import BatchLoader, seeded_generator
 from data.errors import DataError
 
 
-def draw(indices, local, generator):
+def draw(indices, local, generator, epoch):
     """A batch that shows its samples and its randomness."""
     noise = torch.rand(len(indices), generator=generator)
     return list(zip(indices[local].tolist(), noise[local], strict=True))
 
 
+def trainer(epoch=0, batch=0, rank=0, world_size=1):
+    """A stand-in for Lightning's, as far as a loader asks."""
+    progress = SimpleNamespace(current=SimpleNamespace(ready=batch))
+    return SimpleNamespace(
+        current_epoch=epoch,
+        fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress)),
+        global_rank=rank,
+        world_size=world_size,
+    )
+
+
 def loader(n=23, batch_size=4, **options):
-    options = {"shuffle": True, "seed": 3, "drop_last": True} | options
+    options = {"shuffle": True, "seed": 3, "drop_last": True, "trainer": None} | options
     return BatchLoader(draw, n, batch_size, **options)
 
 
@@ -40,20 +53,22 @@ def test_starting_in_the_middle_equals_uninterrupted():
     epochs = [list(whole) for _ in range(3)]
     for epoch in range(3):
         for first in (0, 2, 5):
-            assert list(loader(position=lambda at=(epoch, first): at)) == epochs[epoch][first:]
+            assert list(loader(trainer=trainer(epoch, first))) == epochs[epoch][first:]
 
 
 def test_position_is_asked_at_every_iteration():
-    at = [(0, 0)]
-    resumable = loader(position=lambda: at[0])
+    resumable = loader(trainer=trainer())
     first = list(resumable)
-    at[0] = (1, 0)
-    assert list(resumable) != first
+    assert list(resumable) == first
+    batches = iter(resumable)
+    resumable.trainer.current_epoch = 1
+    assert list(batches) != first
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_processes_share_one_global_batch(world_size):
-    parts = [loader(rank=rank, world_size=world_size) for rank in range(world_size)]
+    ranks = range(world_size)
+    parts = [loader(trainer=trainer(rank=rank, world_size=world_size)) for rank in ranks]
     for together, *shares in zip(loader(), *parts, strict=True):
         assert [sample for share in shares for sample in share] == together
         assert {len(share) for share in shares} == {4 // world_size}
@@ -63,14 +78,21 @@ def test_processes_share_one_global_batch(world_size):
     world_size=st.integers(1, 8),
     factor=st.integers(1, 5),
     n=st.integers(1, 200),
+    rounded=st.integers(0, 7),
 )
-def test_evaluation_counts_every_sample_once(world_size, factor, n):
-    options = {"shuffle": False, "drop_last": False, "world_size": world_size}
+def test_evaluation_counts_every_sample_once(world_size, factor, n, rounded):
+
+    def share(rank):
+        at = trainer(3, 1, rank, world_size)  # where training stands is nothing to evaluation
+        size = factor * world_size - rounded % world_size
+        return loader(n, size, shuffle=False, drop_last=False, trainer=at)
+
     if n < world_size:
         with pytest.raises(DataError, match="fewer devices"):
-            loader(n, factor * world_size, **options)
+            share(0)
         return
-    ranks = [loader(n, factor * world_size, rank=rank, **options) for rank in range(world_size)]
+    ranks = [share(rank) for rank in range(world_size)]
+    assert {rank.batch_size for rank in ranks} == {factor * world_size}
     batches = [list(rank) for rank in ranks]
     assert [len(rank) for rank in ranks] == [len(rank) for rank in batches]
     seen = []
@@ -85,7 +107,7 @@ def test_evaluation_counts_every_sample_once(world_size, factor, n):
     ("options", "named"),
     [
         ({"batch_size": 0}, "batch_size=0"),
-        ({"batch_size": 5, "world_size": 2}, "batch_size=5"),
+        ({"batch_size": 5, "trainer": trainer(world_size=2)}, "batch_size=5"),
         ({"batch_size": 24}, "batch_size=24"),
         ({"n": 0, "drop_last": False}, "0 samples"),
         ({"seed": -1}, "seed=-1"),

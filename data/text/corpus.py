@@ -13,17 +13,15 @@ import io
 import itertools
 import json
 import urllib.request
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ..errors import DataError
-from .token_file import write_atomically
+from ..errors import DataError, blame
+from .token_file import whole_file
 
 _CHUNK = 1 << 20  # bytes of text that are read and tokenised at a time
 
@@ -96,13 +94,8 @@ def embedded_text() -> bytes:
 
     Its wording differs a little from one Python version to the next.
     """
-    try:
+    with blame("this Python lacks the embedded text", "name a text file or folder with data.files"):
         from pydoc_data.topics import topics
-    except ImportError as error:
-        raise DataError(
-            "this Python comes without the module pydoc_data, the embedded text; "
-            "name a text file or folder with data.files"
-        ) from error
     return "\n\n".join(topics[key].strip("\n") for key in sorted(topics)).encode("utf-8")
 
 
@@ -123,23 +116,23 @@ def find_files(names: str | Sequence[str], key: str, column: str = "text") -> li
     paths: list[Path] = []
     for name in [names] if isinstance(names, str) else names:
         path = Path(name).expanduser()
-        if path.is_dir():
-            inside = sorted(p for p in path.rglob("*.txt") if p.is_file())
-            if not inside:
-                raise DataError(
-                    f"{key}: the folder {path} has no .txt file; add one, or name other files by "
-                    f"a pattern such as {path}/**/*.md"
-                )
-        elif path.is_file():
-            inside = [path]
+        if path.is_file():
+            found = [path]
+        elif path.is_dir():
+            found = path.rglob("*.txt")
         else:
             found = map(Path, glob.glob(str(path), recursive=True))
-            inside = sorted(p for p in found if p.is_file())
-            if not inside:
-                raise DataError(
-                    f"{key}: {path} does not exist; give a text file, a folder of .txt or a "
-                    f"pattern such as docs/**/*.md"
-                )
+        inside = sorted(p for p in found if p.is_file())
+        if not inside and path.is_dir():
+            raise DataError(
+                f"{key}: the folder {path} has no .txt file; add one, or name other files by "
+                f"a pattern such as {path}/**/*.md"
+            )
+        if not inside:
+            raise DataError(
+                f"{key}: {path} does not exist; give a text file, a folder of .txt or a "
+                f"pattern such as docs/**/*.md"
+            )
         paths += inside
     if not paths:
         raise DataError(f"{key}: the list is empty; name at least one text file")
@@ -155,12 +148,9 @@ def find_files(names: str | Sequence[str], key: str, column: str = "text") -> li
 def _whole(path: Path, column: str) -> Span:
     if _kind(path) in _TABLES:
         return Span(path, 0, sum(size for _, size in _rows(path, column)), column)
-    try:
-        with _open(path) as file:
-            start = len(codecs.BOM_UTF8) if file.read(3) == codecs.BOM_UTF8 else 0
-            return Span(path, start, file.seek(0, io.SEEK_END))
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path} cannot be read ({error}); mend it, or leave it out") from error
+    with blame(f"{path} cannot be read", "mend it, or leave it out"), _open(path) as file:
+        start = len(codecs.BOM_UTF8) if file.read(3) == codecs.BOM_UTF8 else 0
+        return Span(path, start, file.seek(0, io.SEEK_END))
 
 
 def _kind(path: Path) -> str:
@@ -192,18 +182,12 @@ def _rows(path: Path, column: str) -> Iterator[tuple[str, int]]:
             f"{path} row {number} has no column {column!r}; set data.column to the one that "
             "has the text"
         ) from error
-    except (
-        OSError,
-        EOFError,
-        zlib.error,
-        csv.Error,
-        pa.ArrowException,
-        ValueError,
-        TypeError,
-    ) as e:
+    except DataError:
+        raise
+    except Exception as error:  # damaged bytes make the readers raise anything
         raise DataError(
-            f"{path} row {number} cannot be read ({e}); mend the file, or leave it out"
-        ) from e
+            f"{path} row {number} cannot be read ({error}); mend the file, or leave it out"
+        ) from error
 
 
 def _cells(path: Path, column: str) -> Iterator[object]:
@@ -221,11 +205,6 @@ def _cells(path: Path, column: str) -> Iterator[object]:
             rows = (json.loads(line) for line in lines if line.strip())
         for row in rows:
             yield row[column]
-
-
-def embedded() -> list[Span]:
-    """The embedded text as spans."""
-    return [Span(None, 0, len(embedded_text()))]
 
 
 def split_spans(spans: Sequence[Span], fraction: float) -> tuple[list[Span], list[Span]]:
@@ -289,14 +268,16 @@ def download(dataset: str, folder: Path) -> dict[str, Path]:
         if path.is_file():
             continue
         hint = f"download it by hand to {path}, or name your own text with data.files"
-        try:
-            with urllib.request.urlopen(url, timeout=30) as response:
-                content = response.read()
-        except OSError as error:  # urllib's errors and time-outs are all of this kind
-            raise DataError(f"cannot download {url} ({error}); {hint}") from error
+        # urllib's errors and time-outs are all of this kind.
+        with (
+            blame(f"cannot download {url}", hint, OSError),
+            urllib.request.urlopen(url, timeout=30) as response,
+        ):
+            content = response.read()
         if hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest() != expected:
             raise DataError(f"{url} did not give the expected file; {hint}")
-        write_atomically(path, content)
+        with whole_file(path) as file:
+            file.write(content)
     return found
 
 
@@ -311,14 +292,14 @@ def stream_documents(
     """
     try:
         import datasets
+
+        rows = datasets.load_dataset(dataset, name=name, split=split, streaming=True)
+        for row in itertools.islice(rows, start, stop):
+            yield row[field]
     except ImportError as error:
         raise DataError(
             "Hugging Face data needs the datasets library: pip install -e .[language]"
         ) from error
-    try:
-        rows = datasets.load_dataset(dataset, name=name, split=split, streaming=True)
-        for row in itertools.islice(rows, start, stop):
-            yield row[field]
     except KeyError as error:
         raise DataError(f"{dataset} has no field {field!r}; set data.text_field") from error
     except (OSError, ValueError) as error:  # what the library raises for network and bad names
@@ -328,23 +309,14 @@ def stream_documents(
         ) from error
 
 
-def streamed_text(
-    dataset: str,
-    name: str | None,
-    split: str,
-    field: str,
-    start: int,
-    stop: int | None,
-    max_tokens: int | None,
-) -> Text:
-    """Documents `start` to `stop` of a Hugging Face dataset as a text of at most `max_tokens`.
+def streamed_text(*place: str | int | None, max_tokens: int | None = None) -> Text:
+    """What `stream_documents` gives for these arguments as a text of at most `max_tokens`.
 
     A stream has no checksum: what it is asked for stands for its content.
     """
-    place = (dataset, name, split, field, start, stop)
     asked = json.dumps([*place, max_tokens])
     return Text(
-        dataset,
+        str(place[0]),
         hashlib.sha256(asked.encode()).hexdigest(),
         lambda: ((True, document) for document in stream_documents(*place)),
         max_tokens=max_tokens,

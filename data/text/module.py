@@ -23,13 +23,13 @@ from .corpus import (
     Span,
     Text,
     download,
-    embedded,
+    embedded_text,
     find_files,
     split_spans,
     streamed_text,
     text_of_spans,
 )
-from .token_file import TokenFile, open_or_build, write_atomically
+from .token_file import TokenFile, open_or_build, whole_file
 from .tokenizers import BPETokenizer, ByteTokenizer, Tokenizer, token_dtype
 
 IGNORED = -100  # a place that is no token: cross_entropy's default ignore_index
@@ -146,7 +146,7 @@ class TextData(L.LightningDataModule):
             train = str(found.get("train.txt", found.get("input.txt")))
             val = val or (str(found["valid.txt"]) if "valid.txt" in found else None)
             test = test or (str(found["test.txt"]) if "test.txt" in found else None)
-        spans = {"train": embedded() if train is None else self._find(train, "files")}
+        spans = {"train": self._find(train, "files")}
         names = {"train": "the embedded text" if train is None else str(train)}
         if val is None:
             spans["train"], spans["val"] = split_spans(spans["train"], self.val_fraction)
@@ -169,7 +169,9 @@ class TextData(L.LightningDataModule):
                 )
         return texts
 
-    def _find(self, names: list[str] | str, key: str) -> list[Span]:
+    def _find(self, names: list[str] | str | None, key: str) -> list[Span]:
+        if names is None:
+            return [Span(None, 0, len(embedded_text()))]
         return find_files(names, f"data.{key}", self.column)
 
     def _make_tokenizer(self, train: Text) -> Tokenizer:
@@ -185,7 +187,8 @@ class TextData(L.LightningDataModule):
             rank_zero_info(f"{path} is damaged: training the tokenizer again")
         tokenizer = BPETokenizer.train(_first_bytes(train), self.vocab_size)
         content = tokenizer.serialise().encode("utf-8")
-        write_atomically(self.cache_dir / f"{stem}-{zlib.crc32(content):08x}.json", content)
+        with whole_file(self.cache_dir / f"{stem}-{zlib.crc32(content):08x}.json") as file:
+            file.write(content)
         return tokenizer
 
     def _token_file(self, text: Text, check: bool) -> TokenFile:
@@ -303,15 +306,15 @@ class HuggingFaceText(TextData):
         )
         check_range(0, val_documents=val_documents)
         check_range(1, max_tokens=max_tokens)
-        self.source = {"dataset": dataset, "name": name, "split": split, "field": text_field}
+        self.source = (dataset, name, split, text_field)
         self.max_tokens, self.val_documents = max_tokens, val_documents
 
     def texts(self) -> dict[Split, Text]:
         """The first documents for validation, the others for training."""
         cut = self.val_documents
         return {
-            "train": streamed_text(**self.source, start=cut, stop=None, max_tokens=self.max_tokens),
-            "val": streamed_text(**self.source, start=0, stop=cut, max_tokens=None),
+            "train": streamed_text(*self.source, cut, None, max_tokens=self.max_tokens),
+            "val": streamed_text(*self.source, 0, cut),
         }
 
 

@@ -22,7 +22,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from rich.console import Console
 from rich.progress import Progress
 
-from ..errors import DataError
+from ..errors import DataError, blame
 
 _VERSION = 2
 
@@ -83,23 +83,28 @@ def open_or_build(
             return _open(path, identity, check)
         except ValueError as problem:
             rank_zero_info(f"{path} cannot be reused ({problem}); building it again")
-    try:
-        _build(path, identity, dtype, pieces, name, total_bytes)
-    except OSError as error:
-        raise DataError(
-            f"cannot write the token file {path} ({error}); choose another data.cache_dir"
-        ) from error
+    count = text_bytes = checksum = 0
+    bar = Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+    with blame(f"cannot write the token file {path}", "choose another data.cache_dir", OSError):
+        with whole_file(path) as file, bar:
+            task = bar.add_task(f"Tokenising {name}", total=total_bytes)
+            for ids, size in pieces:
+                packed = ids.astype(dtype).tobytes()
+                file.write(packed)
+                checksum = zlib.crc32(packed, checksum)
+                count, text_bytes = count + len(ids), text_bytes + size
+                bar.update(task, completed=text_bytes)
+            if not count:
+                raise DataError(f"{name} has no text to tokenise; give more text")
+        header = identity | {"count": count, "text_bytes": text_bytes, "crc32": checksum}
+        header["header_crc32"] = _header_checksum(header)
+        with whole_file(path.with_suffix(".json")) as file:
+            file.write(json.dumps(header, indent=2).encode())
     return _open(path, identity, check=False)
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that it is either complete under its name or absent."""
-    with _whole(path) as file:
-        file.write(content)
-
-
 @contextmanager
-def _whole(path: Path) -> Iterator[BinaryIO]:
+def whole_file(path: Path) -> Iterator[BinaryIO]:
     """A file to write, which gets its name when all is well and is removed when not."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # In the same folder: os.replace is atomic within one file system only.
@@ -128,46 +133,12 @@ def _open(path: Path, identity: dict[str, object], check: bool) -> TokenFile:
     dtype = np.dtype(str(identity["dtype"]))
     if size != count * dtype.itemsize:
         raise ValueError(f"{size} bytes instead of {count * dtype.itemsize}")
-    if check and _checksum(path) != checksum:
+    tokens_N = np.memmap(path, dtype=dtype, mode="r", shape=(count,))
+    if check and zlib.crc32(tokens_N) != checksum:
         raise ValueError("its checksum is wrong")
-    return TokenFile(path, np.memmap(path, dtype=dtype, mode="r", shape=(count,)), text_bytes)
+    return TokenFile(path, tokens_N, text_bytes)
 
 
 def _header_checksum(header: dict[str, object]) -> int:
     rest = {key: value for key, value in header.items() if key != "header_crc32"}
     return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
-
-
-def _checksum(path: Path) -> int:
-    value = 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            value = zlib.crc32(block, value)
-    return value
-
-
-def _build(
-    path: Path,
-    identity: dict[str, object],
-    dtype: np.dtype,
-    pieces: Iterable[tuple[np.ndarray, int]],
-    name: str,
-    total_bytes: int | None,
-) -> None:
-    count = text_bytes = checksum = 0
-    progress = Progress(
-        console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
-    )
-    with _whole(path) as file, progress:
-        task = progress.add_task(f"Tokenising {name}", total=total_bytes)
-        for ids, size in pieces:
-            packed = ids.astype(dtype).tobytes()
-            file.write(packed)
-            checksum = zlib.crc32(packed, checksum)
-            count, text_bytes = count + len(ids), text_bytes + size
-            progress.update(task, completed=text_bytes)
-        if not count:
-            raise DataError(f"{name} has no text to tokenise; give more text")
-    header = identity | {"count": count, "text_bytes": text_bytes, "crc32": checksum}
-    header["header_crc32"] = _header_checksum(header)
-    write_atomically(path.with_suffix(".json"), json.dumps(header, indent=2).encode())

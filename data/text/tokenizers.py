@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DataError
+from ..errors import DataError, blame
 
 END_OF_TEXT = "<|endoftext|>"
 # What saved tokenizers of the common model families call their end-of-text token.
@@ -65,13 +65,9 @@ class BPETokenizer:
 
     def __init__(self, serialised: str, source: str = "the tokenizer") -> None:
         library = _library()
-        try:
+        fix = "save it again with Tokenizer.save, or choose another file"
+        with blame(f"{source} is not a tokenizer.json of the tokenizers library", fix):
             self._tokenizer = library.Tokenizer.from_str(serialised)
-        except Exception as error:  # the library raises bare Exception
-            raise DataError(
-                f"{source} is not a tokenizer.json of the tokenizers library ({error}); "
-                "save it again with Tokenizer.save, or choose another file"
-            ) from error
         # Kept as given: another version of the library may write the same tokenizer differently.
         self._serialised = serialised
         # Text that happens to contain the name of a special token must stay text.
@@ -113,13 +109,9 @@ class BPETokenizer:
     @classmethod
     def load(cls, path: str | Path) -> "BPETokenizer":
         """Read a saved `tokenizer.json`; DataError when it is missing or not readable."""
-        try:
+        fix = 'give the path of a saved tokenizer.json, or one of "bytes" and "bpe"'
+        with blame(f"cannot read the tokenizer file {path}", fix):
             serialised = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(
-                f"cannot read the tokenizer file {path} ({error}); give the path of a saved "
-                'tokenizer.json, or one of "bytes" and "bpe"'
-            ) from error
         return cls(serialised, source=str(path))
 
     def serialise(self) -> str:
@@ -205,10 +197,6 @@ def _library() -> Any:
     """The optional `tokenizers` library, or one sentence that says how to get it."""
     try:
         import tokenizers
-        import tokenizers.decoders
-        import tokenizers.models
-        import tokenizers.pre_tokenizers
-        import tokenizers.trainers
     except ImportError as error:
         raise DataError(
             "BPE tokenizers need the tokenizers library: pip install -e .[language]"

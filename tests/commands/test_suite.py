@@ -3,6 +3,7 @@
 import csv
 import fcntl
 import os
+import re
 import shutil
 import signal
 import sys
@@ -15,6 +16,7 @@ import yaml
 
 from app.cli.main import main
 from app.commands.suite import command as suite
+from app.commands.suite import execution
 from app.commands.suite import file as suite_file
 from app.commands.suite.file import read_suite
 from app.errors import ConfigError
@@ -180,13 +182,22 @@ def fake_runs(tmp_path, scripts):
 def scripted(monkeypatch):
     monkeypatch.setattr(suite, "SECONDS_BETWEEN_LOOKS", 0.02)
     monkeypatch.setattr(
-        suite, "command", lambda run: [sys.executable, "-c", run.arguments[0], str(run.folder)]
+        execution,
+        "command",
+        lambda run, now: [sys.executable, "-c", run.arguments[0], str(run.folder)],
     )
-    monkeypatch.setattr(
-        suite,
-        "state",
-        lambda run: ("finished", 1.0) if (run.folder / "done").exists() else ("new", 0.0),
-    )
+
+    def state(run):
+        return execution.State(
+            *(("finished", 1.0) if (run.folder / "done").exists() else ("new", 0.0))
+        )
+
+    for module in (suite, execution):
+        monkeypatch.setattr(module, "state", state)
+
+
+def run_here(runs, jobs=1) -> int:
+    return suite.run_all(runs, lambda stops: execution.Threads(jobs, stops))
 
 
 DONE = "import sys, pathlib; pathlib.Path(sys.argv[1], 'done').touch()"
@@ -198,41 +209,45 @@ def test_a_failed_run_is_told_and_the_suite_goes_on(tmp_path, scripted, capsys, 
     fails = "raise ValueError('no luck')"
     runs = fake_runs(tmp_path, {"a": DONE, "b": fails, "c": "import os; os.kill(os.getpid(), 9)",
                                 "d": DONE, "e": "pass"})  # fmt: skip
-    assert suite.Session(runs, jobs).run() == 1
+    assert run_here(runs, jobs) == 1
     said = capsys.readouterr()
-    assert "5 runs: 2 finished, 1 ended early, 2 FAILED" in said.out
+    (line,) = [line for line in said.out.splitlines() if line.startswith("5 runs: ")]
+    assert {"2 finished", "1 ended early", "2 FAILED"} == set(line[8:].split(", "))
     first, second = sorted(said.err.splitlines())
     log = tmp_path / "s" / "b" / "fit.log"
-    assert first == f"error: s/b: ValueError: no luck; log: {log}"
-    assert "s/c: killed by SIGKILL" in second
+    assert re.fullmatch(rf"error: s/b: after 0:00:0\d: ValueError: no luck; log: {log}", first)
+    assert "s/c: after" in second and "killed by SIGKILL" in second
     assert "Traceback" in log.read_text()
 
 
 def test_what_is_finished_is_not_run_again(tmp_path, scripted, capsys):
     runs = fake_runs(tmp_path, {"a": ONCE, "b": ONCE})
-    assert suite.Session(runs[:1]).run() == 0
-    assert suite.Session(runs).run() == 0
+    assert run_here(runs[:1]) == 0
+    assert run_here(runs) == 0
     assert "2 runs: 1 finished, 1 finished before" in capsys.readouterr().out
 
 
 def test_a_run_that_another_suite_holds_is_left_alone(tmp_path, scripted, capsys):
     runs = fake_runs(tmp_path, {"a": DONE, "b": DONE})
     runs[0].folder.mkdir(parents=True)
-    with (runs[0].folder / suite.LOCK).open("w") as lock:
+    with (runs[0].folder / execution.LOCK).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert suite.Session(runs).run() == 0
+        assert run_here(runs) == 0
     assert not (runs[0].folder / "done").exists()
     assert (runs[1].folder / "done").exists()
     assert "a: left alone" in capsys.readouterr().out
 
 
 def test_sigterm_stops_the_run_and_says_how_to_go_on(tmp_path, scripted, capsys):
-    waits = "import sys, pathlib, time; pathlib.Path(sys.argv[1], 'on').touch(); time.sleep(60)"
+    waits = (
+        "import os, sys, pathlib, time; "
+        "pathlib.Path(sys.argv[1], 'on').write_text(str(os.getpid())); time.sleep(60)"
+    )
     runs = fake_runs(tmp_path, {"a": waits, "b": DONE})
-    session = suite.Session(runs)
-    stop_when(lambda: (runs[0].folder / "on").exists())
-    assert session.run() == 130
-    assert session.active[0].process.poll() == -signal.SIGTERM
+    stop_when(lambda: (runs[0].folder / "on").exists() and (runs[0].folder / "on").read_text())
+    assert run_here(runs) == 130
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((runs[0].folder / "on").read_text()), 0)
     assert "give the same command again" in capsys.readouterr().out
     assert not (runs[1].folder / "done").exists()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -304,4 +319,4 @@ def test_killed_and_resumed_with_a_run_of_plain_fit_taken_over(tmp_path, capsys)
     # Without its checkpoints a run is still known to be finished.
     shutil.rmtree(version / "checkpoints")
     (run,) = [r for r in read_suite(file, runs, overrides=[f"--{short[1]}"]) if "seed0" in r.name]
-    assert suite.state(run) == ("finished", 1.0)
+    assert execution.state(run) == ("finished", 1.0)

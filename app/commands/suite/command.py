@@ -3,35 +3,30 @@
 from __future__ import annotations
 
 import argparse
-import fcntl
-import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
-from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from ...errors import ConfigError
-from ...runs.progress import checkpointed, evaluated, newest_version, read_rows
+from ...runs.progress import evaluated, newest_version, read_rows
 from ..arguments import Parser, number
+from .execution import LOG, WORDS, Outcome, RayTasks, State, Threads, command, state
 from .file import Run, read_suite
 
 SECONDS_BETWEEN_LOOKS = 1.0
 SECONDS_BETWEEN_LINES = 60.0  # of a running run, where the output is no terminal
-SECONDS_TO_STOP = 60.0
-LOG, LOCK = "fit.log", "suite.lock"  # in a run's folder
 
 
 def main(argv: Sequence[str]) -> int:
@@ -45,11 +40,12 @@ def main(argv: Sequence[str]) -> int:
     """
     options = _parse(list(argv))
     overrides = [f"--{setting}" for setting in options.set] + options.more
+    on_ray = options.engine == "ray"
     runs = read_suite(
         options.file,
-        options.runs,
+        options.runs.absolute() if on_ray else options.runs,
         name=options.name,
-        configs=options.config,
+        configs=[file.absolute() if on_ray else file for file in options.config],
         overrides=overrides,
     )
     if options.shard:
@@ -58,44 +54,20 @@ def main(argv: Sequence[str]) -> int:
     if options.dry_run:
         _show_plan(runs)
         return 0
-    return Session(runs, options.jobs).run()
-
-
-def state(run: Run) -> tuple[str, float]:
-    """What a run's folder says: `finished`, `interrupted` or `new`, and how much of it is done.
-
-    A run is finished when its newest checkpoint stands at the end that the suite sets. Where the
-    checkpoints have been removed, its metrics.csv tells.
-    """
-    reached = checkpointed(run.folder)
-    if reached is not None:
-        word = "finished" if run.end.reached(*reached) else "interrupted"
-        return word, run.end.share(*reached)
-    version = newest_version(run.folder)
-    if version is not None and run.end.reached(*evaluated(read_rows(version / "metrics.csv")[0])):
-        return "finished", 1.0
-    return "new", 0.0
-
-
-def command(run: Run) -> list[str]:
-    """The command line that runs or resumes a run."""
-    quiet = "--trainer.enable_progress_bar=false"
-    resume = [] if checkpointed(run.folder) is None else ["--ckpt_path", "last"]
-    # In front of the run's own arguments, which may say otherwise, but behind its config files.
-    at = max(i for i, part in enumerate(run.arguments) if part == "--config") + 2
-    parts = run.arguments[:at], (quiet,), run.arguments[at:], resume
-    return [sys.executable, "-m", "app", "fit", *(each for part in parts for each in part)]
+    if on_ray:
+        return run_all(runs, lambda _: RayTasks(options.cpus, options.gpus, options.retries))
+    return run_all(runs, lambda stops: Threads(options.jobs, stops))
 
 
 def _show_plan(runs: Sequence[Run]) -> None:
     for run in runs:
-        word, share = state(run)
-        share_text = f" at {share:.0%}" if word == "interrupted" else ""
-        print(f"{run.name}: {word}{share_text}; {run.end}")
+        now = state(run)
+        share_text = f" at {now.share:.0%}" if now.word == "interrupted" else ""
+        print(f"{run.name}: {now.word}{share_text}; {run.end}")
         for line in _differing(run):
             print(f"  {line}")
-        if word != "finished":
-            print(f"  {shlex.join(['python', *command(run)[1:]])}")
+        if now.word != "finished":
+            print(f"  {shlex.join(['python', *command(run, now)[1:]])}")
 
 
 def _differing(run: Run) -> list[str]:
@@ -104,224 +76,108 @@ def _differing(run: Run) -> list[str]:
     return [f"note: {version} has other settings: {'; '.join(other[:4])}"] if other else []
 
 
-class Watch:
-    """How far a running run is, read from the files that it writes."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self.rows: list[dict[str, str]] = []
-        self._file: Path | None = None
-        self._events: EventFileLoader | None = None
-        self._step = 0
-
-    def share(self) -> float:
-        """The part of the run that is done, from 0 to 1."""
-        version = newest_version(self.run.folder)
-        if version is None:
-            return 0.0
-        self.rows, _ = read_rows(version / "metrics.csv")
-        epochs, steps = evaluated(self.rows)
-        step = max(steps, self._logged_step(version))
-        if epochs:
-            return self.run.end.share(epochs + (step - steps) * epochs / max(steps, 1), step)
-        return self.run.end.share(0, step)
-
-    def _logged_step(self, version: Path) -> int:
-        """The last step in the newest event file; reads what was added since the last call."""
-        found = sorted(version.glob("events.out.tfevents.*"), key=lambda path: path.stat().st_mtime)
-        if not found:
-            return 0
-        if found[-1] != self._file:
-            self._file, self._events = found[-1], EventFileLoader(str(found[-1]))
-        try:
-            for event in self._events.Load():
-                self._step = max(self._step, event.step)
-        except Exception:  # a file that is just being written: the next look reads on
-            pass
-        return self._step
-
-    def last(self) -> str:
-        """The last evaluation, in words."""
-        if not self.rows:
-            return ""
-        row = self.rows[-1]
-        key = next((key for key in ("val/accuracy", "val/loss") if row.get(key)), None)
-        value = f", {key} {float(row[key]):.4f}" if key else ""
-        return f"epoch {row.get('epoch', '?')}, step {row.get('step', '?')}{value}"
-
-
-@dataclass
-class Active:
-    """A run that is running.
+class Following:
+    """A run that the engine has, followed by what it writes.
 
     Attributes:
-        begun: the part of it that was done before.
+        before: where it stood.
         share: the part that is done now.
+        running: whether it has begun.
+        last: its last evaluation, in words.
     """
 
-    run: Run
-    process: subprocess.Popen
-    lock: IO[str]
-    log_start: int
-    begun: float
-    watch: Watch
-    started: float = field(default_factory=time.monotonic)
-    share: float = 0.0
-    told: tuple[float, str] = field(default_factory=lambda: (time.monotonic(), ""))
+    def __init__(self, run: Run, before: State) -> None:
+        self.run, self.before, self.share = run, before, before.share
+        self.running, self.last = False, ""
+        self.told = time.monotonic(), ""
+        self._log_size = self._log()
+
+    def _log(self) -> int:
+        log = self.run.folder / LOG
+        return log.stat().st_size if log.exists() else 0
+
+    def look(self) -> bool:
+        """Brings this up to date; whether the run has begun since the last look."""
+        was_running, self.running = self.running, self.running or self._log() > self._log_size
+        version = newest_version(self.run.folder) if self.running else None
+        rows = read_rows(version / "metrics.csv")[0] if version else []
+        if rows:
+            row = rows[-1]
+            self.share = max(self.share, self.run.end.share(*evaluated(rows)))
+            key = next((key for key in ("val/accuracy", "val/loss") if row.get(key)), None)
+            value = f", {key} {float(row[key]):.4f}" if key else ""
+            self.last = f"epoch {row.get('epoch', '?')}, step {row.get('step', '?')}{value}"
+        return self.running and not was_running
 
 
-class Session:
-    """Runs what is not finished, one after the other or several at a time.
+def run_all(runs: Sequence[Run], engine_of: Callable[[Sequence[int]], Threads | RayTasks]) -> int:
+    """Runs what is not finished, and tells how it goes.
 
     Args:
         runs: the suite's, or a shard's.
-        jobs: runs at a time.
+        engine_of: makes the engine, given the list in which stop signals arrive.
+
+    Returns:
+        The exit status.
     """
-
-    def __init__(self, runs: Sequence[Run], jobs: int = 1) -> None:
-        self.runs, self.jobs = runs, jobs
-        self.queue: deque[Run] = deque()
-        self.active: list[Active] = []
-        self.failed: list[tuple[Run, str]] = []
-        self.counts = {"finished": 0, "finished before": 0, "ended early": 0, "taken": 0}
-        self.gained, self.started = 0.0, time.monotonic()  # runs done in this session, in parts
-        self.screen = Screen(len(runs))
-
-    def run(self) -> int:
-        """Runs all; returns the exit status."""
-        waiting = []
-        for run in self.runs:
-            if state(run)[0] == "finished":
-                self.counts["finished before"] += 1
-                notes = _differing(run)
-                self.screen.say(f"{run.title}: finished before", *notes)
+    outcomes: list[tuple[Run, Outcome]] = []
+    waiting: list[Following] = []
+    with Screen(len(runs)) as screen, _stop_signals() as stops:
+        for run in runs:
+            before = state(run)
+            if before.word == "finished":
+                outcomes.append((run, Outcome("finished before")))
+                screen.say(f"{run.title}: finished before", *_differing(run))
             else:
-                waiting.append(run)
-        self.queue = deque(waiting)
-        self.shares = {run.name: state(run)[1] for run in waiting}
-        with self.screen, _stop_signals() as received:
-            while self.queue or self.active:
-                while self.queue and len(self.active) < self.jobs and not received:
-                    self._start(self.queue.popleft())
-                if received:
-                    self._stop(received)
-                    return 130
-                time.sleep(SECONDS_BETWEEN_LOOKS if self.active else 0.0)
-                for each in list(self.active):
-                    self._look(each)
-                self._show()
-        return self._conclude()
-
-    def _start(self, run: Run) -> None:
-        run.folder.mkdir(parents=True, exist_ok=True)
-        lock = (run.folder / LOCK).open("w")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            lock.close()
-            self.counts["taken"] += 1
-            self.screen.say(f"{run.title}: left alone, another suite is running it")
-            return
-        word, share = state(run)  # another suite may have finished it since
-        if word == "finished":
-            lock.close()
-            self.counts["finished before"] += 1
-            self.screen.say(f"{run.title}: finished by another suite")
-            return
-        arguments = command(run)
-        with (run.folder / LOG).open("a") as log:
-            log.write(f"$ {shlex.join(arguments)}\n")
-            log.flush()
-            start = log.tell()
-            # The child holds the lock too: a suite that is killed leaves its run locked as long
-            # as that goes on. A session of its own: Ctrl-C reaches it through us alone.
-            process = subprocess.Popen(
-                arguments,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=self._environment(),
-                start_new_session=True,
-                pass_fds=(lock.fileno(),),
+                waiting.append(Following(run, before))
+        engine = engine_of(stops) if waiting else None
+        left = {engine.submit(each.run): each for each in waiting} if engine else {}
+        heard = 0
+        while engine and left:
+            wait(left, SECONDS_BETWEEN_LOOKS, FIRST_COMPLETED)
+            for each in left.values():
+                if each.look():
+                    again = f"resumed at {each.share:.0%}" if each.before.share else "started"
+                    log = each.run.folder / LOG
+                    screen.say(f"{each.run.title}: {again}; log in {log}", *_differing(each.run))
+            for future in [future for future in left if future.done()]:
+                each = left.pop(future)
+                outcomes.append((each.run, _outcome(future, bool(stops))))
+                screen.tell(each, outcomes[-1][1])
+            if len(stops) > heard:
+                names = ", ".join(each.run.title for each in left.values() if each.running)
+                screen.say(f"stopping {names or 'the suite'} (again Ctrl-C: at once)")
+                heard = len(stops)
+                engine.stop(at_once=heard > 1)
+            screen.show(waiting, list(left.values()), len(outcomes))
+        if stops:
+            screen.say(
+                "stopped; to go on, give the same command again: finished runs are skipped, "
+                "interrupted ones resumed from their last checkpoint"
             )
-        self.active.append(Active(run, process, lock, start, share, Watch(run), share=share))
-        again = f"resumed at {share:.0%}" if word == "interrupted" else "started"
-        self.screen.say(f"{run.title}: {again}; log in {run.folder / LOG}", *_differing(run))
+            return 130
+    counts = Counter(outcome.word for _, outcome in outcomes)
+    parts = [f"{counts[word]} {word}" for word in WORDS if counts[word]]
+    print(f"{len(runs)} runs: {', '.join(parts)}")
+    for run, outcome in outcomes:
+        if outcome.word == "FAILED":
+            print(f"error: {run.name}: {outcome.text}; log: {run.folder / LOG}", file=sys.stderr)
+    return 1 if counts["FAILED"] else 0
 
-    def _environment(self) -> dict[str, str]:
-        """This process's, so that the child finds this very app, and shares the cores."""
-        root = str(Path(__file__).resolve().parents[3])
-        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-        threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // self.jobs))}
-        return (threads if self.jobs > 1 else {}) | os.environ | {"PYTHONPATH": path}
 
-    def _look(self, each: Active) -> None:
-        status = each.process.poll()
-        each.share = max(each.share, each.watch.share())
-        if status is None:
-            return
-        self.active.remove(each)
-        each.lock.close()
-        took = timedelta(seconds=round(time.monotonic() - each.started))
-        title, last = each.run.title, each.watch.last()
-        if status != 0:
-            error = error_line(each.run.folder / LOG, each.log_start, status)
-            self.failed.append((each.run, error))
-            self.screen.say(f"{title}: FAILED after {took}: {error}")
-        elif state(each.run)[0] == "finished":
-            self.gained += 1.0 - each.begun
-            self.counts["finished"] += 1
-            self.screen.say(f"{title}: finished in {took}; {last}")
-        else:
-            self.gained += each.share - each.begun
-            self.counts["ended early"] += 1
-            self.screen.say(
-                f"{title}: ended before {each.run.end} (max_time, early stopping?) after {took}; "
-                f"{last}"
-            )
-
-    def _show(self) -> None:
-        done = len(self.runs) - len(self.queue) - len(self.active)
-        gained = self.gained + sum(each.share - each.begun for each in self.active)
-        left = sum(1.0 - each.share for each in self.active)
-        left += sum(1.0 - self.shares[run.name] for run in self.queue)
-        seconds = (time.monotonic() - self.started) * left / gained if gained > 0.0 else None
-        part = done + sum(each.share for each in self.active)
-        part += sum(self.shares[run.name] for run in self.queue)
-        self.screen.show(self.active, done, part, seconds)
-
-    def _stop(self, received: list[int]) -> None:
-        """Stops the running runs; what they have saved stays."""
-        names = ", ".join(each.run.title for each in self.active)
-        self.screen.say(f"stopping {names or 'the suite'} (again Ctrl-C: at once)")
-        for each in self.active:
-            each.process.terminate()
-        first, end = len(received), time.monotonic() + SECONDS_TO_STOP
-        while any(each.process.poll() is None for each in self.active):
-            if len(received) > first or time.monotonic() > end:
-                for each in self.active:
-                    os.killpg(each.process.pid, signal.SIGKILL)  # with the processes it started
-                    each.process.wait()
-            time.sleep(0.1)
-        for each in self.active:
-            each.lock.close()
-        self.screen.say(
-            "stopped; to go on, give the same command again: finished runs are skipped, "
-            "interrupted ones resumed from their last checkpoint"
-        )
-
-    def _conclude(self) -> int:
-        parts = [f"{count} {word}" for word, count in self.counts.items() if count]
-        if self.failed:
-            parts.append(f"{len(self.failed)} FAILED")
-        print(f"{len(self.runs)} runs: {', '.join(parts)}")
-        for run, error in self.failed:
-            print(f"error: {run.name}: {error}; log: {run.folder / LOG}", file=sys.stderr)
-        return 1 if self.failed else 0
+def _outcome(future: Future[Outcome], stopping: bool) -> Outcome:
+    try:
+        return future.result()
+    except CancelledError:
+        return Outcome("stopped")
+    except Exception as error:  # the engine's: a lost worker, a full disk
+        first = str(error).strip().partition("\n")[0]
+        return Outcome("stopped") if stopping else Outcome("FAILED", first or repr(error))
 
 
 class Screen:
-    """An overall bar with the time left, and a line a running run; plain lines without a terminal.
+    """An overall bar with the time left and a line for each running run; plain lines without a
+    terminal.
 
     Args:
         total: number of runs.
@@ -329,25 +185,19 @@ class Screen:
 
     def __init__(self, total: int) -> None:
         self.console = Console(highlight=False, soft_wrap=True)
-        self.total = total
-        self.bars: Progress | None = None
+        self.total, self.started = total, time.monotonic()
+        columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}")
+        self.bars = Progress(*columns, console=self.console, transient=True)
         self.tasks: dict[str, Any] = {}
 
     def __enter__(self) -> Screen:
         if self.console.is_terminal:
-            columns = (
-                TextColumn("{task.description}"),
-                BarColumn(),
-                TextColumn("{task.fields[note]}"),
-            )
-            self.bars = Progress(*columns, console=self.console, transient=True)
             self.bars.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.bars:
+        if self.console.is_terminal:
             self.bars.stop()
-            self.bars = None
 
     def say(self, *lines: str) -> None:
         for line in lines:
@@ -356,56 +206,45 @@ class Screen:
             else:
                 print(line, flush=True)
 
-    def show(self, active: Sequence[Active], done: int, part: float, seconds: float | None) -> None:
+    def tell(self, each: Following, outcome: Outcome) -> None:
+        """Says how a run ended."""
+        each.look()
+        each.share = 1.0 if outcome.word.startswith("finished") else each.share
+        if outcome.word != "stopped":
+            last = f"; {each.last}" if each.last else ""
+            self.say(f"{each.run.title}: {' '.join(filter(None, outcome))}{last}")
+
+    def show(self, waiting: Sequence[Following], left: Sequence[Following], over: int) -> None:
         """Brings the bars up to date.
 
         Args:
-            active: the running runs.
-            done: runs that are over.
-            part: runs that are over or in part so, as a sum.
-            seconds: estimate of the time left, if there is one.
+            waiting: all runs that this sitting had to do.
+            left: those that are not over.
+            over: number of runs that are.
         """
-        left = f"{timedelta(seconds=round(seconds))} left" if seconds is not None else "time left ?"
-        overall = f"{done} of {self.total} runs, {part / max(self.total, 1):.0%}, {left}"
-        if not self.bars:
+        gained = sum(each.share - each.before.share for each in waiting)
+        missing = sum(1.0 - each.share for each in left)
+        seconds = (time.monotonic() - self.started) * missing / gained if gained > 0.0 else None
+        time_left = f"{timedelta(seconds=round(seconds))} left" if seconds else "time left ?"
+        part = 1.0 - missing / max(self.total, 1)
+        overall = f"{over} of {self.total} runs, {part:.0%}, {time_left}"
+        running = [each for each in left if each.running]
+        if not self.console.is_terminal:
             now = time.monotonic()
-            for each in active:
-                words = each.watch.last()
+            for each in running:
                 at, told = each.told
-                if words and words != told and now - at >= SECONDS_BETWEEN_LINES:
-                    each.told = now, words
-                    print(f"{each.run.title}: {words}; {overall}", flush=True)
+                if each.last and each.last != told and now - at >= SECONDS_BETWEEN_LINES:
+                    each.told = now, each.last
+                    print(f"{each.run.title}: {each.last}; {overall}", flush=True)
             return
-        lines = {"all": ("all runs", part / max(self.total, 1), overall)}
-        lines |= {e.run.title: (e.run.title, e.share, e.watch.last()) for e in active}
+        lines = {"all": ("all runs", part, overall)}
+        lines |= {e.run.title: (e.run.title, e.share, e.last) for e in running}
         for name in [name for name in self.tasks if name not in lines]:
             self.bars.remove_task(self.tasks.pop(name))
         for name, (title, share, note) in lines.items():
             if name not in self.tasks:
                 self.tasks[name] = self.bars.add_task(title, total=1.0, note=note)
             self.bars.update(self.tasks[name], completed=share, note=note)
-
-
-def error_line(log: Path, start: int, status: int) -> str:
-    """The line of a log that says why a run failed.
-
-    Args:
-        log: of the run.
-        start: position in it from which this attempt wrote.
-        status: exit status; negative for a signal.
-    """
-    if status < 0:
-        name = signal.Signals(-status).name
-        return f"killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
-    with log.open("rb") as file:
-        file.seek(max(start, log.stat().st_size - 100_000))
-        lines = file.read().decode("utf-8", errors="replace").splitlines()
-    lines = [line.strip() for line in lines if line.strip()]
-    for pattern in (r"error: .*", r"(\w+\.)*\w*(Error|Exception|Interrupt|Exit)\b.*"):
-        found = [line for line in lines if re.fullmatch(pattern, line)]
-        if found:
-            return found[-1].removeprefix("error: ")
-    return f"exit status {status}" + (f": {lines[-1]}" if lines else "")
 
 
 @contextmanager
@@ -461,7 +300,17 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     add("--runs", type=Path, default=Path("runs"), metavar="DIR", help="folder of all runs (runs)")
     add("--shard", type=shard, metavar="I/N", help="every N-th run, from run I on, I from 0")
     add("--dry-run", action="store_true", help="check everything, show what would run, run nothing")
-    add("--jobs", type=number(int, 1), default=1, metavar="N", help="runs at a time (1)")
+    add(
+        "--engine",
+        choices=("local", "ray"),
+        default="local",
+        help="local: on this machine; ray: on the cluster of $RAY_ADDRESS, a task for each run",
+    )
+    add("--jobs", type=number(int, 1), default=1, metavar="N", help="local: runs at a time (1)")
+    add("--cpus", type=number(float, 0), default=1.0, metavar="N", help="ray: CPUs of a run (1)")
+    add("--gpus", type=number(float, 0), default=0.0, metavar="N", help="ray: GPUs of a run (0)")
+    add("--retries", type=number(int, 0), default=3, metavar="N",
+        help="ray: how often a run goes on elsewhere when its node is lost (3)")  # fmt: skip
     add("--set", action="append", default=[], type=_setting, metavar="KEY=VALUE",
         help="a setting for all runs; may be repeated")  # fmt: skip
     add("--config", action="append", default=[], type=Path, metavar="FILE",

@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from ...errors import ConfigError
-from ...files import write_csv
+from ...files import write_csv, write_text
 from ..arguments import Parser, number, write_json
-from .content import as_data, as_table, main_table, report
-from .pages import to_html, to_markdown
+from .content import as_data, as_table, main_table, part
+from .page import to_html, to_markdown
 from .runs import Run, find_runs
 from .summary import Section, sections
 
@@ -45,12 +45,13 @@ def main(argv: Sequence[str]) -> int:
         if options.copy:
             _copy(runs, options.copy)
         options.out.mkdir(parents=True, exist_ok=True)
-        blocks = report(made, runs, problems, options.out)
+        parts = [part(section, options.out) for section in made]
+        content = {"runs": runs, "problems": problems, "parts": parts}
         markdown = options.markdown or options.out / "report.md"
-        shown = blocks[1:] if options.markdown else blocks  # the page has a title of its own
-        _write_markdown(markdown, to_markdown(shown, markdown.parent), bool(options.markdown))
+        own = not options.markdown  # the page has a title of its own
+        _write_markdown(markdown, to_markdown(content, markdown.parent, title=own), not own)
         html = options.out / "report.html"
-        html.write_text(to_html(blocks), encoding="utf-8")
+        write_text(html, to_html(content, options.out))
         rows = as_table(made)
         columns = dict.fromkeys(key for row in rows for key in row)
         write_csv(options.out / "table.csv", rows, list(columns))
@@ -103,9 +104,9 @@ def _copy(runs: Sequence[Run], folder: Path) -> None:
 def _show(section: Section) -> None:
     grid = main_table(section)
     table = Table(title=section.title, title_justify="left")
-    for place, name in enumerate(grid.header):
+    for place, name in enumerate(grid.columns):
         table.add_column(name, justify="right" if place else "left", overflow="fold")
-    for row in grid.rows:
+    for row in grid.to_numpy().tolist():
         table.add_row(*row)
     # A table in a file is not to be folded to the width of a terminal that is not there.
     Console(width=None if sys.stdout.isatty() else 200).print(table)

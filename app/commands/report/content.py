@@ -1,4 +1,4 @@
-"""What a report says: its tables, sentences and pictures in order, and the same as data."""
+"""What a report says: its tables and pictures, and the same figures as data."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from ...figures import save_figure
 from . import pictures
-from .pages import Block, Grid, Heading, Items, Picture, Text
 from .published import Table, tables_for
 from .runs import Run
 from .summary import Group, Section, Stat, stat
@@ -17,140 +18,58 @@ from .summary import Group, Section, Stat, stat
 DASH = "\N{EN DASH}"  # for what is not known
 
 
-def report(
-    sections: Sequence[Section], runs: Sequence[Run], problems: Sequence[str], out: Path
-) -> list[Block]:
-    """The blocks of a report; writes its pictures to `out`."""
-    blocks: list[Block] = [Heading("Runs compared", 1), Text(_opening(runs))]
-    unfinished = [run for run in runs if run.finished is False]
-    if unfinished:
-        blocks += [
-            Text("Not finished, and shown as far as they are:"),
-            Items([f"`{run.name}`: {run.progress()}" for run in unfinished]),
-        ]
-    unknown = [run.name for run in runs if run.finished is None]
-    if unknown:
-        blocks.append(Text(f"Whether these are finished is not known: {', '.join(unknown)}."))
-    if problems:
-        blocks += [Text("Notes on what was read:"), Items(list(problems))]
-    for section in sections:
-        blocks += _section(section, out)
-    return blocks
+def part(section: Section, out: Path) -> dict[str, Any]:
+    """What the page shows of a section; writes its pictures to `out`."""
+
+    def drawn(figure: Any, name: str) -> Path:
+        path = out / f"{section.slug}_{name}.png"
+        save_figure(figure, path)
+        return path
+
+    timelines: dict[str, Path] = {}
+    for group in filter(pictures.has_timeline, section.groups):
+        name = "experts_" + re.sub(r"\W+", "_", group.method.label.lower())
+        if any(path.stem == f"{section.slug}_{name}" for path in timelines.values()):
+            name += f"_{len(timelines)}"
+        timelines[group.label] = drawn(pictures.timeline(group, section.by), name)
+    counted = any(group.gflops()[0] for group in section.groups)
+    return {
+        "section": section,
+        "main": main_table(section),
+        "published": [(each, published_table(section, each)) for each in tables_for(section)],
+        "convergence": drawn(pictures.convergence(section), "convergence"),
+        "compute": drawn(pictures.compute(section), "compute") if counted else None,
+        "loads": load_table(section),
+        "timelines": timelines,
+    }
 
 
-def _opening(runs: Sequence[Run]) -> str:
-    done = sum(run.finished is True for run in runs)
-    count = f"{len(runs)} run{'s' * (len(runs) != 1)}"
-    return f"{count}, {done} of {'it' if len(runs) == 1 else 'them'} finished."
-
-
-def _section(section: Section, out: Path) -> list[Block]:
-    blocks: list[Block] = [
-        Heading(section.title),
-        main_table(section),
-        Text(_how_to_read(section)),
-    ]
-    for table in tables_for(section):
-        blocks += [
-            Heading(f"Published: {table.title}", 3),
-            Text(
-                f"Published figures, not run here. Source: {table.source}. {table.about[0].upper()}"
-                f"{table.about[1:]}. What differs: {table.differences(section)}."
-            ),
-            published_table(section, table),
-        ]
-    blocks.append(Heading("Convergence", 3))
-    blocks.append(
-        _picture(
-            pictures.convergence(section),
-            out / f"{section.slug}_convergence.png",
-            f"{section.metric_name} over {section.by}s, a line a method",
-            f"{section.metric_name.capitalize()} by {section.by}: mean over seeds; bands are one "
-            "standard deviation (n - 1), for methods with several seeds. Thin lines go on where "
-            "not all seeds have arrived. The legend has the best last value first.",
-        )
-    )
-    if pictures.has_compute(section):
-        blocks.append(Heading("Accuracy and compute" if section.percent else "Loss and compute", 3))
-        blocks.append(
-            _picture(
-                pictures.compute(section),
-                out / f"{section.slug}_compute.png",
-                f"{section.metric_name} against active FLOPs, a point a method",
-                f"{section.metric_name.capitalize()} against active FLOPs of a forward pass, "
-                "counted from what was executed, both at the last evaluation of the seeds that "
-                "have got furthest. Bars: one standard deviation over seeds. Open markers: not "
-                "all seeds are finished.",
-            )
-        )
-    loads = load_table(section)
-    if loads.rows:
-        blocks += [
-            Heading("Experts, layer by layer", 3),
-            loads,
-            Text(
-                "At the last evaluation, means over seeds. The shares are of the tokens of the "
-                "validation data: those that the expert of the largest load is executed for, and "
-                "those of the smallest. A shared expert is one that nearly all tokens take while "
-                "the mean expert is taken by few."
-            ),
-        ]
-    moving = [group for group in section.groups if pictures.has_timeline(group)]
-    if moving:
-        blocks.append(Heading("Experts over time", 3))
-    names: set[str] = set()
-    for group in moving:
-        name = re.sub(r"\W+", "_", group.method.label.lower())
-        name = name if name not in names else f"{name}_{len(names)}"
-        names.add(name)
-        blocks.append(
-            _picture(
-                pictures.timeline(group, section.by),
-                out / f"{section.slug}_experts_{name}.png",
-                f"active experts and experts per token over time, {group.label}",
-                f"{group.label}: active experts, and experts per token in validation, layer by "
-                "layer.",
-            )
-        )
-    return blocks
-
-
-def _picture(figure: Any, path: Path, alt: str, caption: str) -> Picture:
-    save_figure(figure, path)
-    return Picture(path, alt, caption)
-
-
-def main_table(section: Section) -> Grid:
-    """A row a group."""
+def main_table(section: Section) -> pd.DataFrame:
+    """A row for each group; all tables hold texts."""
     unit = next((unit for group in section.groups if (unit := group.gflops()[1])), "image")
-    short = "accuracy in %" if section.percent else "loss"
+    name = "accuracy in %" if section.percent else "loss"
     scale, prefix = _flops_scale(section)
-    header = [
-        "method",
-        "seeds",
-        *(f"{short}, {section.by} {mark}" for mark in section.marks),
-        "active experts",
-        "experts per token",
-        f"{prefix}FLOPs per {unit}",
-        "parameters",
-        "wall time",
-    ]
     rows = []
     for group in section.groups:
-        flops, _ = group.gflops()
+        scores = zip(section.marks, section.scores(group), strict=True)
         rows.append(
-            [
-                group.label + (" *" if group.unfinished else ""),
-                group.seeds(),
-                *(_score(each, group, section) for each in section.scores(group)),
-                _layers(group.by_layer("active_experts"), 1),
-                _layers(group.by_layer("experts_per_token"), 2),
-                _value(flops, lambda x: f"{x * scale:.4g}"),
-                _value(group.last("parameters"), _parameters),
-                _wall_time(group),
-            ]
+            {
+                "method": group.label + " *" * bool(group.unfinished),
+                "seeds": group.seeds(),
+                **{
+                    f"{name}, {section.by} {mark}": _score(value, group, section)
+                    for mark, value in scores
+                },
+                "active experts": _layers(group.by_layer("active_experts"), 1),
+                "experts per token": _layers(group.by_layer("experts_per_token"), 2),
+                f"{prefix}FLOPs per {unit}": _value(
+                    group.gflops()[0], lambda x: f"{x * scale:.4g}"
+                ),
+                "parameters": _value(group.last("parameters"), _parameters),
+                "wall time": _wall_time(group),
+            }
         )
-    return Grid(header, rows)
+    return pd.DataFrame(rows)
 
 
 def _flops_scale(section: Section) -> tuple[float, str]:
@@ -158,77 +77,52 @@ def _flops_scale(section: Section) -> tuple[float, str]:
     return (1000.0, "M") if known and max(known) < 0.5 else (1.0, "G")
 
 
-def _how_to_read(section: Section) -> str:
-    parts = [
-        f"{section.metric_name.capitalize()} after so many {section.by}s: mean "
-        "± standard deviation over seeds (n - 1); one seed has none.",
-        "Experts, FLOPs (forward, counted from what was executed), parameters (without unused "
-        "expert slots) and wall time (evaluations included) are means over seeds at the last "
-        "evaluation; where MoE layers differ, experts are given layer by layer.",
-    ]
-    if any(group.unfinished for group in section.groups):
-        parts.append(
-            "* Not all seeds are finished: a cell says over how many seeds it is where these are "
-            "not all, and what is of the last evaluation is over the seeds that have got furthest."
-        )
-    return " ".join(parts)
-
-
-def load_table(section: Section) -> Grid:
+def load_table(section: Section) -> pd.DataFrame:
     """A row for each MoE layer of each group that knows its loads."""
-    header = [
-        "method",
-        "layer",
-        "active experts",
-        "experts per token",
-        "share of tokens, mean expert in %",
-        "largest in %",
-        "smallest in %",
-    ]
     rows = []
     for group in section.groups:
         for layer in group.layers("load_max"):
-            shares = [stat(group.shares(layer, load)) for load in ("mean", "load_max", "load_min")]
-            experts, per_token = (
+            mean, largest, smallest = (
+                _value(stat(group.shares(layer, load)), lambda x: f"{100 * x:.1f}")
+                for load in ("mean", "load_max", "load_min")
+            )
+            experts, taken = (
                 group.last(f"val_routing/{layer}/{key}")
                 for key in ("active_experts", "experts_per_token")
             )
             rows.append(
-                [
-                    group.label,
-                    layer,
-                    _layers([experts] if experts else [], 1),
-                    _value(per_token, lambda x: f"{x:.2f}"),
-                    *(_value(each, lambda x: f"{100 * x:.1f}") for each in shares),
-                ]
+                {
+                    "method": group.label,
+                    "layer": layer,
+                    "active experts": _layers([experts] if experts else [], 1),
+                    "experts per token": _value(taken, lambda x: f"{x:.2f}"),
+                    "share of tokens, mean expert in %": mean,
+                    "largest in %": largest,
+                    "smallest in %": smallest,
+                }
             )
-    return Grid(header, rows)
+    return pd.DataFrame(rows)
 
 
-def published_table(section: Section, table: Table) -> Grid:
+def published_table(section: Section, table: Table) -> pd.DataFrame:
     """The published rows, beside the last values of the same methods here."""
-    header = [
-        "method, as published",
-        "experts per token, published",
-        *(f"published, epoch {epoch}" for epoch in table.epochs),
-        "here, last accuracy in %",
-        "here, at",
-    ]
     rows = []
     for row in table.rows:
         ours = [group for group in section.groups if table.row(group) is row]
         for group in ours or [None]:
+            here = f" (here: {group.label})" if len(ours) > 1 else ""
             value = group and section.shown(group.last(section.metric))
+            accuracy = zip(table.epochs, row["accuracy"], strict=True)
             rows.append(
-                [
-                    row["label"] + (f" (here: {group.label})" if len(ours) > 1 else ""),
-                    f"{row['k']:g}",
-                    *(f"{value:.2f}" for value in row["accuracy"]),
-                    _score(value, group, section) if group else DASH,
-                    group.furthest[0].progress() if group else DASH,
-                ]
+                {
+                    "method, as published": row["label"] + here,
+                    "experts per token, published": f"{row['k']:g}",
+                    **{f"published, epoch {epoch}": f"{each:.2f}" for epoch, each in accuracy},
+                    "here, last accuracy in %": _score(value, group, section) if group else DASH,
+                    "here, at": group.furthest[0].progress() if group else DASH,
+                }
             )
-    return Grid(header, rows)
+    return pd.DataFrame(rows)
 
 
 def _score(value: Stat | None, group: Group, section: Section) -> str:

@@ -128,11 +128,6 @@ def _legend(group: Group) -> str:
     return f"{group.label} ({', '.join(parts)})" if parts else group.label
 
 
-def has_compute(section: Section) -> bool:
-    """Whether any group knows its active FLOPs."""
-    return any(group.gflops()[0] for group in section.groups)
-
-
 @rc_context(STYLE)
 def compute(section: Section) -> Figure:
     """The metric at the last evaluation against active FLOPs; bars are standard deviations."""

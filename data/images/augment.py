@@ -10,7 +10,7 @@ part, and nothing random happens on an accelerator. No transform loops over imag
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -45,7 +45,7 @@ def augment(
     local: slice,
     generator: torch.Generator,
 ) -> Tensor:
-    """Apply transforms to this process's part of a batch.
+    """Apply transforms, in order, to this process's part of a batch.
 
     Args:
         images: uint8 [N, C, H, W], the images of the part.
@@ -61,11 +61,7 @@ def augment(
 
 
 class PadCrop:
-    """Pad with black on all sides, then crop back to the original size at a random place.
-
-    Args:
-        padding: Pixels added on each side.
-    """
+    """Pad `padding` black pixels on all sides, crop to the original size at a random place."""
 
     def __init__(self, padding: int = 4):
         self.padding = padding
@@ -75,7 +71,6 @@ class PadCrop:
         return {"corner": torch.randint(2 * self.padding + 1, (n, 2), generator=generator)}
 
     def apply(self, images: Tensor, params: Params) -> Tensor:
-        """Crop uint8 images [N, C, H, W]."""
         height, width = images.shape[-2:]
         top, left = to_device(params["corner"], images.device).unbind(1)
         padded = F.pad(images, (self.padding,) * 4)
@@ -85,11 +80,7 @@ class PadCrop:
 
 
 class Flip:
-    """Mirror left and right.
-
-    Args:
-        p: Probability for each image.
-    """
+    """Mirror left and right, each image with probability `p`."""
 
     def __init__(self, p: float = 0.5):
         self.p = p
@@ -99,30 +90,46 @@ class Flip:
         return {"flip": torch.rand(n, generator=generator) < self.p}
 
     def apply(self, images: Tensor, params: Params) -> Tensor:
-        """Mirror the drawn ones of uint8 images [N, C, H, W]."""
         flip = to_device(params["flip"], images.device)
         return torch.where(flip[:, None, None, None], images.flip(-1), images)
+
+
+def _signed(adjust: Callable[[Tensor, float], Tensor]) -> Callable[[Tensor, float, int], Tensor]:
+    return lambda images, level, sign: adjust(images, 1 + sign * 0.9 * level)
+
+
+GEOMETRY = ("shear_x", "shear_y", "translate_x", "translate_y", "rotate")
+# Called with images, the strength in 0 to 1 and the sign, of which UNSIGNED have no use.
+SIGNED = {
+    "brightness": _signed(tv.adjust_brightness),
+    "color": _signed(tv.adjust_saturation),
+    "contrast": _signed(tv.adjust_contrast),
+    "sharpness": _signed(tv.adjust_sharpness),
+}
+UNSIGNED = {
+    "posterize": lambda images, level, _: tv.posterize(images, round(8 - 4 * level)),
+    "solarize": lambda images, level, _: tv.solarize(images, 255 * (1 - level)),
+    "autocontrast": lambda images, *_: tv.autocontrast(images),
+    "equalize": lambda images, *_: tv.equalize(images),
+}
+COLOUR = SIGNED | UNSIGNED
 
 
 class RandAugment:
     """`num_ops` random operations in a row for each image (Cubuk et al. 2020, arXiv:1909.13719).
 
     The 14 operations and their strengths are those of torchvision's RandAugment with 31 magnitude
-    bins. Geometry is resampled bilinearly, black outside the image.
+    bins. Geometry is resampled bilinearly, black outside the image. Images have 1 or 3 channels.
 
     Args:
         num_ops: Operations for each image, drawn with replacement.
         magnitude: Strength of every operation, 0 to 30.
     """
 
-    GEOMETRY = ("shear_x", "shear_y", "translate_x", "translate_y", "rotate")
-    SIGNED = ("brightness", "color", "contrast", "sharpness")
-    UNSIGNED = ("posterize", "solarize", "autocontrast", "equalize")
-    OPS = (*GEOMETRY, *SIGNED, *UNSIGNED, "identity")
+    OPS = (*GEOMETRY, *COLOUR, "identity")
 
     def __init__(self, num_ops: int = 2, magnitude: int = 9):
-        self.num_ops = num_ops
-        self.magnitude = magnitude
+        self.num_ops, self.level = num_ops, magnitude / 30
 
     def draw(self, n: int, generator: torch.Generator) -> Params:
         """Draw `op` [n, num_ops], indices into OPS, and `sign` [n, num_ops], -1 or 1."""
@@ -133,7 +140,6 @@ class RandAugment:
         }
 
     def apply(self, images: Tensor, params: Params) -> Tensor:
-        """Transform uint8 images [N, C, H, W], C being 1 or 3."""
         images = images.clone()
         for op, sign in zip(params["op"].unbind(1), params["sign"].unbind(1), strict=True):
             self._apply_one_each(images, op, sign)
@@ -144,10 +150,9 @@ class RandAugment:
 
         All geometry is one kind. The rows of all kinds are found on the CPU and sent in one copy.
         """
-        first_signed = len(self.GEOMETRY)
-        first_unsigned = first_signed + len(self.SIGNED)
-        signed = (op >= first_signed) & (op < first_unsigned)
-        kind = torch.where(op < first_signed, 0, 2 * op + torch.where(signed & (sign > 0), 1, 0))
+        first_signed = len(GEOMETRY)
+        signed = (op >= first_signed) & (op < first_signed + len(SIGNED))
+        kind = torch.where(op < first_signed, 0, 2 * op + (signed & (sign > 0)))
         counts = torch.bincount(kind, minlength=2 * len(self.OPS)).tolist()
         order = kind.argsort(stable=True)
         groups = to_device(order, images.device).split(counts)
@@ -159,29 +164,9 @@ class RandAugment:
                 first = order[: len(rows)]  # the same rows, on the CPU
                 changed = self._warp(chosen, op[first], sign[first])
             else:
-                changed = self._recolour(chosen, self.OPS[index // 2], 1 if index % 2 else -1)
+                recolour = COLOUR[self.OPS[index // 2]]
+                changed = recolour(chosen, self.level, 1 if index % 2 else -1)
             images.index_copy_(0, rows, changed)
-
-    def _recolour(self, images: Tensor, name: str, sign: int) -> Tensor:
-        level = self.magnitude / 30
-        match name:
-            case "brightness":
-                return tv.adjust_brightness(images, 1 + sign * 0.9 * level)
-            case "color":
-                return tv.adjust_saturation(images, 1 + sign * 0.9 * level)
-            case "contrast":
-                return tv.adjust_contrast(images, 1 + sign * 0.9 * level)
-            case "sharpness":
-                return tv.adjust_sharpness(images, 1 + sign * 0.9 * level)
-            case "posterize":
-                return tv.posterize(images, round(8 - 4 * level))
-            case "solarize":
-                return tv.solarize(images, 255 * (1 - level))
-            case "autocontrast":
-                return tv.autocontrast(images)
-            case "equalize":
-                return tv.equalize(images)
-        raise AssertionError(name)
 
     def _warp(self, images: Tensor, op: Tensor, sign: Tensor) -> Tensor:
         """Resample uint8 images by a matrix each, all in one call."""
@@ -193,7 +178,7 @@ class RandAugment:
 
     def _matrices(self, op: Tensor, sign: Tensor, height: int, width: int) -> Tensor:
         """Return [N, 2, 3]: from output to input coordinates, both from -1 to 1."""
-        level = self.magnitude / 30
+        level = self.level
         tall, wide = height / width, width / height  # one axis's unit measured in the other's
 
         def where(name: str, value: float) -> Tensor:
@@ -217,7 +202,7 @@ class RandomErasing:
 
     Args:
         p: Probability for each image.
-        fill: Colour in 0 to 1, one value a channel; the data's mean becomes 0 when normalised.
+        fill: Colour in 0 to 1, a value for each channel; the data's mean becomes 0 when normalised.
         area: Smallest and largest part of the image that is erased.
         ratio: Smallest and largest height over width.
     """
@@ -229,10 +214,8 @@ class RandomErasing:
         area: tuple[float, float] = (0.02, 0.33),
         ratio: tuple[float, float] = (0.3, 3.3),
     ):
-        self.p = p
+        self.p, self.area, self.ratio = p, area, ratio
         self.fill = torch.tensor(fill).mul(255).round().to(torch.uint8).view(-1, 1, 1)
-        self.area = area
-        self.ratio = ratio
 
     def draw(self, n: int, generator: torch.Generator) -> Params:
         """Draw `box` [n, 4]: top, left, bottom, right in 0 to 1; all 0 where nothing is erased."""
@@ -246,7 +229,7 @@ class RandomErasing:
         return {"box": box * (erase < self.p)[:, None]}
 
     def apply(self, images: Tensor, params: Params) -> Tensor:
-        """Erase the pixels of uint8 images [N, C, H, W] whose centre lies in the box."""
+        """Erase the pixels whose centre lies in the box."""
         height, width = images.shape[-2:]
         device = images.device
         self.fill = self.fill.to(device)  # copied once: the device does not change in a run
@@ -258,7 +241,7 @@ class RandomErasing:
 
 
 class Normalize:
-    """Turn uint8 images into float32 with about zero mean and unit variance a channel.
+    """Turn uint8 images into float32 with about zero mean and unit variance in each channel.
 
     Args:
         mean: Mean of each channel, of pixels in 0 to 1.

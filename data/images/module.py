@@ -108,22 +108,16 @@ class ImageData(LightningDataModule):
         check_range(0, 1, erasing=erasing)
         if not 0 <= val_fraction < 1:
             raise DataError(f"--data.val_fraction is {val_fraction}; it must be 0 to below 1")
-        self.batch_size = batch_size
-        self.eval_batch_size = eval_batch_size
-        self.image_size = image_size
-        self.val_fraction = val_fraction
-        self.seed = seed
-        self.device = device
-        self.predict_folder = predict_folder
-        self._transforms: list[Transform] = []
-        if crop_padding:
-            self._transforms.append(PadCrop(crop_padding))
-        if flip:
-            self._transforms.append(Flip())
-        if randaugment_ops:
-            self._transforms.append(RandAugment(randaugment_ops, randaugment_magnitude))
-        if erasing:
-            self._transforms.append(RandomErasing(erasing, self.mean))
+        self.batch_size, self.eval_batch_size = batch_size, eval_batch_size
+        self.image_size, self.val_fraction, self.seed = image_size, val_fraction, seed
+        self.device, self.predict_folder = device, predict_folder
+        transforms: tuple[tuple[float, Transform], ...] = (
+            (crop_padding, PadCrop(crop_padding)),
+            (flip, Flip()),
+            (randaugment_ops, RandAugment(randaugment_ops, randaugment_magnitude)),
+            (erasing, RandomErasing(erasing, self.mean)),
+        )
+        self._transforms = [transform for wanted, transform in transforms if wanted]
         self._splits: dict[str, ImageSet] = {}
 
     # ---- what a model wants to know
@@ -259,29 +253,27 @@ class ImageData(LightningDataModule):
 
     def _load(self, name: str) -> dict[str, ImageSet]:
         device = self._device()
+        splits = self.val_fraction and name in ("train", "held_out")
         if name == "predict":
             data = read_folder(Path(self.predict_folder).expanduser(), None, self.image_shape[-1])
             if self.channels == 1:
                 data = replace(data, images=tv.rgb_to_grayscale(data.images))
-            return {name: self._checked(data).to(device)}
-        if not self.val_fraction or name not in ("train", "held_out"):
-            return {name: self._checked(self.read(name)).to(device)}
-        whole = self._checked(self.read("train"))
-        train, val = stratified_split(whole.labels, self.val_fraction, self.seed)
-        if not len(train) or not len(val):
-            raise DataError(
-                f"--data.val_fraction {self.val_fraction} of {len(whole)} training images leaves "
-                f"{len(train)} to train on and {len(val)} to validate on; choose another fraction"
-            )
-        return {"train": whole.subset(train).to(device), "held_out": whole.subset(val).to(device)}
-
-    def _checked(self, data: ImageSet) -> ImageSet:
+        else:
+            data = self.read("train" if splits else name)
         if (shape := tuple(data.images.shape[1:])) != self.image_shape:
             raise DataError(
                 f"{data.names[0]}: image of shape {shape}, expected {self.image_shape}; "
                 f"set --data.image_size to resize all images on loading"
             )
-        return data
+        if not splits:
+            return {name: data.to(device)}
+        train, val = stratified_split(data.labels, self.val_fraction, self.seed)
+        if not len(train) or not len(val):
+            raise DataError(
+                f"--data.val_fraction {self.val_fraction} of {len(data)} training images leaves "
+                f"{len(train)} to train on and {len(val)} to validate on; choose another fraction"
+            )
+        return {"train": data.subset(train).to(device), "held_out": data.subset(val).to(device)}
 
     # ---- the trainer's side
 

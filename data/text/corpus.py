@@ -29,18 +29,18 @@ _TABLES = {".jsonl", ".ndjson", ".csv", ".tsv", ".parquet"}
 
 _RAW = "https://raw.githubusercontent.com"
 _WIKITEXT = f"{_RAW}/pytorch/examples/main/word_language_model/data/wikitext-2"
-# Each file: its address, and Git's id of its content (SHA-1 of "blob <size>\\0<content>").
+# By split: the address, and Git's id of the content (SHA-1 of "blob <size>\\0<content>").
 DOWNLOADS = {
     "tinyshakespeare": {
-        "input.txt": (
+        "train": (
             f"{_RAW}/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
             "7dcb3a2d4cc3b48b6283dd46870bfeb78f88aac9",
         ),
     },
     "wikitext2": {
-        "train.txt": (f"{_WIKITEXT}/train.txt", "2d84b35af79e411d73ea7cae83c73964c6ac83b4"),
-        "valid.txt": (f"{_WIKITEXT}/valid.txt", "eec944eb2d9e46061cd34a6913528797db6842fc"),
-        "test.txt": (f"{_WIKITEXT}/test.txt", "6f3fc88e4cd88456ea892971f9f12243e8428624"),
+        "train": (f"{_WIKITEXT}/train.txt", "2d84b35af79e411d73ea7cae83c73964c6ac83b4"),
+        "val": (f"{_WIKITEXT}/valid.txt", "eec944eb2d9e46061cd34a6913528797db6842fc"),
+        "test": (f"{_WIKITEXT}/test.txt", "6f3fc88e4cd88456ea892971f9f12243e8428624"),
     },
 }
 
@@ -249,8 +249,8 @@ def text_of_spans(name: str, spans: Sequence[Span]) -> Text:
     )
 
 
-def download(dataset: str, folder: Path) -> dict[str, Path]:
-    """Fetch a small public text, once, into `folder`.
+def download(dataset: str, folder: Path) -> dict[str, str]:
+    """Fetch the files of a small public text, by split, once, into `folder`.
 
     Args:
         dataset: a key of `DOWNLOADS`: Tiny Shakespeare (Karpathy's char-rnn) or WikiText-2 (Merity
@@ -263,8 +263,9 @@ def download(dataset: str, folder: Path) -> dict[str, Path]:
     if dataset not in DOWNLOADS:
         raise DataError(f"data.dataset is {dataset!r}; choose one of {', '.join(DOWNLOADS)}")
     found = {}
-    for name, (url, expected) in DOWNLOADS[dataset].items():
-        path = found[name] = folder / dataset / name
+    for split, (url, expected) in DOWNLOADS[dataset].items():
+        path = folder / dataset / url.rsplit("/", 1)[1]
+        found[split] = str(path)
         if path.is_file():
             continue
         hint = f"download it by hand to {path}, or name your own text with data.files"

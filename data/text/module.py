@@ -125,7 +125,16 @@ class TextData(L.LightningDataModule):
             # A text of no bytes has no token file: say what is wrong rather than fail to build one.
             count = 0
             if text.size != 0:
-                self._files[split] = self._token_file(text, check)
+                prints = text.fingerprint, self.tokenizer.fingerprint
+                self._files[split] = open_or_build(
+                    self.cache_dir / f"tokens-{prints[0][:16]}-{prints[1][:16]}.bin",
+                    *prints,
+                    token_dtype(self.tokenizer.vocab_size),
+                    encode_text(text, self.tokenizer),
+                    name=text.name,
+                    total_bytes=text.size,
+                    check=check,
+                )
                 count = len(self._files[split])
             if count <= self.block_size:
                 more = f"give a longer text with data.{split}_files"
@@ -143,28 +152,22 @@ class TextData(L.LightningDataModule):
         train, val, test = self.files, self.val_files, self.test_files
         if self.dataset is not None:
             found = download(self.dataset, self.cache_dir)
-            train = str(found.get("train.txt", found.get("input.txt")))
-            val = val or (str(found["valid.txt"]) if "valid.txt" in found else None)
-            test = test or (str(found["test.txt"]) if "test.txt" in found else None)
+            train, val, test = found["train"], val or found.get("val"), test or found.get("test")
         spans = {"train": self._find(train, "files")}
         names = {"train": "the embedded text" if train is None else str(train)}
         if val is None:
             spans["train"], spans["val"] = split_spans(spans["train"], self.val_fraction)
             names["val"] = f"the last {self.val_fraction:g} of {names['train']}"
-        else:
-            spans["val"], names["val"] = self._find(val, "val_files"), str(val)
-        if test is not None:
-            spans["test"], names["test"] = self._find(test, "test_files"), str(test)
+        given = {split: own for split, own in (("val", val), ("test", test)) if own is not None}
+        for split, own in given.items():
+            spans[split], names[split] = self._find(own, f"{split}_files"), str(own)
         texts = {split: text_of_spans(names[split], spans[split]) for split in spans}
-        for split, given in (("val", val), ("test", test)):
-            if given is None:
-                continue
-            paths = [
-                {span.path.resolve() for span in spans[s] if span.path} for s in ("train", split)
-            ]
-            if paths[0] & paths[1] or texts[split].fingerprint == texts["train"].fingerprint:
+        paths = {split: {s.path.resolve() for s in spans[split] if s.path} for split in spans}
+        for split, own in given.items():
+            equal = texts[split].fingerprint == texts["train"].fingerprint
+            if equal or paths[split] & paths["train"]:
                 rank_zero_info(
-                    f"data.{split}_files: {given} is training text too, at least in part: the loss "
+                    f"data.{split}_files: {own} is training text too, at least in part: the loss "
                     f"on it says nothing about new text"
                 )
         return texts
@@ -190,20 +193,6 @@ class TextData(L.LightningDataModule):
         with whole_file(self.cache_dir / f"{stem}-{zlib.crc32(content):08x}.json") as file:
             file.write(content)
         return tokenizer
-
-    def _token_file(self, text: Text, check: bool) -> TokenFile:
-        tokenizer = self.tokenizer
-        key = f"{text.fingerprint[:16]}-{tokenizer.fingerprint[:16]}"
-        return open_or_build(
-            self.cache_dir / f"tokens-{key}.bin",
-            text.fingerprint,
-            tokenizer.fingerprint,
-            token_dtype(tokenizer.vocab_size),
-            encode_text(text, tokenizer),
-            name=text.name,
-            total_bytes=text.size,
-            check=check,
-        )
 
     def bytes_per_token(self, split: Split = "val") -> float:
         """UTF-8 bytes per token of a split: bits per byte = nats per token / ln 2 / this."""

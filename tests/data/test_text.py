@@ -446,7 +446,7 @@ def test_options_that_cannot_work(options: dict, message: str) -> None:
 
 
 def serve(monkeypatch, files: dict[str, bytes], name: str) -> list[str]:
-    """Answers downloads from memory, and expects exactly these files."""
+    """Answers downloads from memory, and expects exactly these files, in the order of splits."""
     asked: list[str] = []
 
     def urlopen(url: str, timeout: float) -> io.BytesIO:
@@ -454,8 +454,8 @@ def serve(monkeypatch, files: dict[str, bytes], name: str) -> list[str]:
         return io.BytesIO(files[url.rsplit("/", 1)[1]])
 
     expected = {
-        file: (f"https://host/{file}", hashlib.sha1(b"blob %d\0" % len(c) + c).hexdigest())
-        for file, c in files.items()
+        split: (f"https://host/{file}", hashlib.sha1(b"blob %d\0" % len(c) + c).hexdigest())
+        for split, (file, c) in zip(("train", "val", "test"), files.items(), strict=False)
     }
     monkeypatch.setitem(corpus.DOWNLOADS, name, expected)
     monkeypatch.setattr("urllib.request.urlopen", urlopen)
@@ -483,8 +483,8 @@ def test_wikitext_has_three_files(tmp_path: Path, monkeypatch) -> None:
 
 def test_a_wrong_or_failing_download(tmp_path: Path, monkeypatch) -> None:
     serve(monkeypatch, {"input.txt": b"something else"}, "tinyshakespeare")
-    url, _ = corpus.DOWNLOADS["tinyshakespeare"]["input.txt"]
-    monkeypatch.setitem(corpus.DOWNLOADS, "tinyshakespeare", {"input.txt": (url, "0" * 40)})
+    url, _ = corpus.DOWNLOADS["tinyshakespeare"]["train"]
+    monkeypatch.setitem(corpus.DOWNLOADS, "tinyshakespeare", {"train": (url, "0" * 40)})
     with pytest.raises(DataError, match="did not give the expected file"):
         make(tmp_path, dataset="tinyshakespeare")
 
